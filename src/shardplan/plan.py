@@ -1,0 +1,120 @@
+"""A plan after loading: frozen, typed, and every rule knowing the layer and the line that it came from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from shardplan.diagnostics import Location
+from shardplan.layouts import Conversion
+from shardplan.patterns import Pattern
+
+LayerKind = Literal["hf", "shipped", "user"]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Layer:
+    """Where rules come from. ``rank`` orders layers: the higher one wins."""
+
+    rank: int
+    kind: LayerKind
+    name: str
+
+    def __str__(self) -> str:
+        return f"[{self.kind}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One plan line.
+
+    Attributes:
+        pattern: which modules or parameters it speaks of.
+        style: a style name; ``NULL`` for a written ``null``; ``None`` for a mapping that states edges only.
+        input, output: the edges that the line states, overriding the style's own.
+        where, layer: its provenance.
+        native: a ``torch`` ``ParallelStyle`` given from Python instead of a style name, applied as it stands.
+    """
+
+    pattern: Pattern
+    style: str | None
+    where: Location
+    layer: Layer
+    input: Conversion | None = None
+    output: Conversion | None = None
+    native: Any = None
+
+    def says(self) -> tuple[object, ...]:
+        """What the rule decides, without its pattern and provenance: two rules that say the same do not conflict."""
+        return (self.style, self.input, self.output, self.native)
+
+
+NULL = "null"
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Modules that FSDP2 wraps one by one. ``reshard`` None leaves the choice to FSDP2's default."""
+
+    pattern: Pattern
+    where: Location
+    layer: Layer
+    reshard: bool | int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """Modules whose forward is run again in the backward instead of keeping its activations."""
+
+    pattern: Pattern
+    where: Location
+    layer: Layer
+
+
+@dataclass(frozen=True, slots=True)
+class MixedPrecision:
+    """Dtypes by torch name (``bfloat16``); None keeps the parameter's own."""
+
+    param: str | None = None
+    reduce: str | None = None
+    output: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What ``--check`` uses when it is not told a model or a mesh."""
+
+    models: tuple[str, ...] = ()
+    meshes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A loaded plan file, or several merged. ``None`` means that the file says nothing on a question.
+
+    Attributes:
+        name: the file's name without suffix, for reports.
+        where: the file as a whole.
+        architectures: model class names the plan is for; empty means any.
+        roots: candidates that a leading dot stands for; the first that exists in the model counts.
+        rules, units, recompute: in the order written, lower layers first.
+        root_reshard: whether the outermost FSDP2 unit frees its parameters after the forward.
+        extends: the layer below, still unresolved (a shipped name or a path), or None.
+        fallback: ``hf`` lets the model's own tp_plan fill modules on which no rule spoke; ``none`` does not.
+    """
+
+    name: str
+    where: Location
+    architectures: tuple[str, ...] = ()
+    roots: tuple[str, ...] = ()
+    rules: tuple[Rule, ...] = ()
+    units: tuple[Unit, ...] = ()
+    root_reshard: bool | int | None = None
+    recompute: tuple[Recompute, ...] | None = None
+    sequence_parallel: bool | None = None
+    logits: Literal["sharded", "gathered"] | None = None
+    mixed_precision: MixedPrecision | None = None
+    cpu_offload: bool | None = None
+    reference: Reference = field(default_factory=Reference)
+    extends: str | None = None
+    fallback: Literal["hf", "none"] | None = None
