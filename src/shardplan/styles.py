@@ -1,0 +1,146 @@
+"""The styles, one row each: what a style does to a module's parameters and which edges it has when it stands alone.
+
+A row is all there is to a style: `lower` reads it, and nothing else in the compiler knows a style by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from shardplan.layouts import PARTIAL, REPLICATE, STREAM, Conversion, shard
+
+
+class Split(Enum):
+    """Which side of a weight is cut over tp: its output features, its input features, or neither."""
+
+    OUTPUT = "output"
+    INPUT = "input"
+    NONE = "none"
+
+
+class Gradient(Enum):
+    """What a replicated parameter's gradient is on one rank, before any sum over tp."""
+
+    COMPLETE = "complete"
+    STREAM = "partial while the stream is cut"
+    PARTIAL = "partial"
+
+
+class Kind(Enum):
+    """What a module is, as far as splitting its parameters goes."""
+
+    LINEAR = "Linear"
+    EMBEDDING = "Embedding"
+    OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """One row of the table.
+
+    Attributes:
+        name: as written in a plan.
+        summary: one line for docs and the schema.
+        split: which side of the weights is cut.
+        kinds: the modules it fits; empty means any.
+        input, output: the edges it has outside a block; None where it touches nothing.
+        gradient: what its replicated parameters receive.
+        claims: whether it decides about parameters; a block decides about its edges only.
+        subtree: whether the claim reaches the parameters of submodules on which no rule speaks.
+        opens_block: whether what is below computes on local tensors between this module's two edges.
+    """
+
+    name: str
+    summary: str
+    split: Split = Split.NONE
+    kinds: tuple[Kind, ...] = ()
+    input: Conversion | None = None
+    output: Conversion | None = None
+    gradient: Gradient = Gradient.COMPLETE
+    claims: bool = True
+    subtree: bool = False
+    opens_block: bool = False
+
+    @property
+    def reads_in_parts(self) -> bool:
+        """Whether each rank uses the whole input for its own part of the work, so that input gradients add up over tp."""
+        return self.opens_block or self.split is Split.OUTPUT
+
+
+_SPLIT_OUTPUT = Conversion(shard(-1), shard(-1))
+
+STYLES: dict[str, Style] = {
+    style.name: style
+    for style in (
+        Style(
+            "colwise",
+            "cut a Linear's output features; each rank computes its own",
+            split=Split.OUTPUT,
+            kinds=(Kind.LINEAR,),
+            input=Conversion(REPLICATE, REPLICATE),
+            output=_SPLIT_OUTPUT,
+        ),
+        Style(
+            "colwise_gather_output",
+            "colwise, then gather the output features on every rank",
+            split=Split.OUTPUT,
+            kinds=(Kind.LINEAR,),
+            input=Conversion(REPLICATE, REPLICATE),
+            output=Conversion(shard(-1), REPLICATE),
+        ),
+        Style(
+            "rowwise",
+            "cut a Linear's input features; the partial outputs add up over tp",
+            split=Split.INPUT,
+            kinds=(Kind.LINEAR,),
+            input=_SPLIT_OUTPUT,
+            output=Conversion(PARTIAL, REPLICATE),
+        ),
+        Style(
+            "rowwise_split_input",
+            "rowwise, taking each rank's part out of a replicated input",
+            split=Split.INPUT,
+            kinds=(Kind.LINEAR,),
+            input=Conversion(REPLICATE, shard(-1)),
+            output=Conversion(PARTIAL, REPLICATE),
+        ),
+        Style(
+            "embedding_rowwise",
+            "cut an Embedding's rows, the vocabulary; the partial outputs add up over tp",
+            split=Split.INPUT,
+            kinds=(Kind.EMBEDDING,),
+            output=Conversion(PARTIAL, REPLICATE),
+        ),
+        Style(
+            "sequence_parallel",
+            "a module on the residual stream, replicated; its gradient is summed over tp while the stream is cut",
+            input=Conversion(STREAM, STREAM),
+            output=Conversion(STREAM, STREAM),
+            gradient=Gradient.STREAM,
+            subtree=True,
+        ),
+        Style(
+            "replicated_with_grad_allreduce",
+            "replicated, but each rank sees only its part of the work (per-head norms): the gradient is summed over tp",
+            gradient=Gradient.PARTIAL,
+            subtree=True,
+        ),
+        Style("replicate", "replicated on purpose, like a written null", subtree=True),
+        Style("rotary", "position tables: replicated, computed for the full sequence", subtree=True),
+        Style(
+            "block",
+            "attention or MLP: one conversion in, one out, local tensors between",
+            input=Conversion(STREAM, REPLICATE),
+            output=Conversion(PARTIAL, STREAM),
+            claims=False,
+            opens_block=True,
+        ),
+    )
+}
+
+STYLE_NAMES: tuple[str, ...] = tuple(STYLES)
+
+# What a mapping without `style` and a written `null` mean.
+EDGES_ONLY = Style("edges only", "states edges and decides nothing else", claims=False)
+REPLICATED_ON_PURPOSE = Style("null", "replicated on purpose", subtree=True)
