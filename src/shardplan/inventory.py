@@ -1,0 +1,156 @@
+"""What a model is made of, as frozen facts: the only thing about a model that the stages before `apply` see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from shardplan.styles import Kind
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterInfo:
+    """A parameter as one module owns it. ``identity`` is equal for parameters that are tied."""
+
+    fqn: str
+    name: str
+    shape: tuple[int, ...]
+    nbytes: int
+    identity: int
+    trainable: bool
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadInfo:
+    """How an attention module divides its width: ``heads`` query heads and ``kv_heads`` key-value heads of ``head_dim``."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleInfo:
+    """One module; ``container`` marks lists and dicts of modules, whose own forward never runs."""
+
+    fqn: str
+    class_name: str
+    kind: Kind
+    parameters: tuple[ParameterInfo, ...]
+    container: bool
+    attention: HeadInfo | None = None
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """A model's modules in definition order, the names its class goes by, and the ends of a language model.
+
+    Attributes:
+        architectures: class names from the model's class upwards.
+        modules: every module once; the model itself has the fqn "".
+        embedding, head: fqns of the input embedding and of the module that computes logits, where the model tells.
+        attention: the attention implementation that the model is configured for.
+    """
+
+    architectures: tuple[str, ...]
+    modules: tuple[ModuleInfo, ...]
+    embedding: str | None
+    head: str | None
+    attention: str | None
+
+    @cached_property
+    def by_fqn(self) -> dict[str, ModuleInfo]:
+        return {module.fqn: module for module in self.modules}
+
+    @cached_property
+    def parameters(self) -> tuple[ParameterInfo, ...]:
+        """Every parameter under every name that it has; tied ones more than once."""
+        return tuple(parameter for module in self.modules for parameter in module.parameters)
+
+    @cached_property
+    def ties(self) -> tuple[tuple[ParameterInfo, ...], ...]:
+        """Groups of two or more names for one parameter."""
+        groups: dict[int, list[ParameterInfo]] = {}
+        for parameter in self.parameters:
+            groups.setdefault(parameter.identity, []).append(parameter)
+        return tuple(tuple(group) for group in groups.values() if len(group) > 1)
+
+
+def take_inventory(model: nn.Module) -> Inventory:
+    """Read the facts off a real or meta-device model; nothing is changed and no weight is looked at."""
+    from torch import nn
+
+    modules = tuple(_module_info(fqn, module, nn) for fqn, module in model.named_modules())
+    fqns = {id(module): fqn for fqn, module in model.named_modules()}
+    return Inventory(
+        architectures=tuple(cls.__name__ for cls in type(model).__mro__ if cls not in (nn.Module, object)),
+        modules=modules,
+        embedding=fqns.get(id(_call(model, "get_input_embeddings"))),
+        head=fqns.get(id(_call(model, "get_output_embeddings"))),
+        attention=getattr(getattr(model, "config", None), "_attn_implementation", None),
+    )
+
+
+def ancestors(fqn: str) -> Iterator[str]:
+    """The modules around ``fqn``, nearest first; the model itself, "", comes last."""
+    while fqn:
+        fqn = fqn.rpartition(".")[0]
+        yield fqn
+
+
+def _module_info(fqn: str, module: nn.Module, nn: Any) -> ModuleInfo:
+    kind = (
+        Kind.LINEAR
+        if isinstance(module, nn.Linear)
+        else Kind.EMBEDDING
+        if isinstance(module, nn.Embedding)
+        else Kind.OTHER
+    )
+    return ModuleInfo(
+        fqn=fqn,
+        class_name=type(module).__name__,
+        kind=kind,
+        parameters=tuple(
+            ParameterInfo(
+                fqn=f"{fqn}.{name}" if fqn else name,
+                name=name,
+                shape=tuple(parameter.shape),
+                nbytes=parameter.numel() * parameter.element_size(),
+                identity=id(parameter),
+                trainable=parameter.requires_grad,
+            )
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+        ),
+        container=isinstance(module, nn.ModuleList | nn.ModuleDict),
+        attention=_head_info(module),
+    )
+
+
+def _head_info(module: nn.Module) -> HeadInfo | None:
+    """transformers' attention modules carry their config and ``head_dim``; a module without either has no heads."""
+    config, head_dim = getattr(module, "config", None), getattr(module, "head_dim", None)
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(head_dim, int) or not isinstance(heads, int):
+        return None
+    return HeadInfo(heads, getattr(config, "num_key_value_heads", None) or heads, head_dim)
+
+
+def _call(model: nn.Module, accessor: str) -> nn.Module | None:
+    method = getattr(model, accessor, None)
+    if method is None:
+        return None
+    try:
+        found: nn.Module | None = method()
+    except (NotImplementedError, AttributeError):  # transformers' way to say that a model has none
+        return None
+    return found
