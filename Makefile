@@ -1,0 +1,42 @@
+# Everything runs in .venv, made on first use with the versions of constraints.txt.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help demo test check format schema clean
+
+help:
+	@echo "make demo    check the shipped plans, then train a tiny Llama on 4 processes and on one, and compare"
+	@echo "make test    all tests"
+	@echo "make check   lint, format, types, and the tests that need no processes"
+	@echo "make format  rewrite the sources as ruff wants them"
+	@echo "make schema  write schemas/plan.schema.json anew"
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,dev]'
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/python docs/examples/demo.py
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q -m "not processes"
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+schema: $(READY)
+	$(BIN)/plan-compile --schema > schemas/plan.schema.json.new
+	mv schemas/plan.schema.json.new schemas/plan.schema.json
+
+clean:
+	rm -rf $(VENV)
