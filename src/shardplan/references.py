@@ -1,0 +1,150 @@
+"""The models that plans are checked on: shipped configurations, a config.json of one's own, or a class of one's own.
+
+Nothing here reads weights or the network: a model is built on the meta device from its configuration alone.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardplan.diagnostics import Diagnostic, PlanError
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedConfig
+
+_FOLDER = Path(__file__).parent / "reference_models"
+_FORMS = "a reference model, a config.json, a folder with one, or module:Class"
+
+
+def reference_models() -> dict[str, Path]:
+    """The shipped configurations by name, such as ``llama-3.1-8b``; each file names its source under ``_source``."""
+    return {path.stem: path for path in sorted(_FOLDER.glob("*.json"))}
+
+
+def load_config(spec: str | Path) -> PreTrainedConfig:
+    """Read the configuration that ``spec`` names: a reference model, a ``config.json`` or a folder with one.
+
+    Raises:
+        PlanError: SP901, nothing has that name, or it is no configuration that this transformers knows.
+    """
+    path = _config_file(str(spec))
+    if path is None:
+        raise _unknown(str(spec))
+    return _read_config(path)
+
+
+def build_meta_model(spec: str) -> nn.Module:
+    """Build the model that ``spec`` names on the meta device, in torch's default dtype.
+
+    Args:
+        spec: a reference model, a ``config.json``, a folder with one, or ``module:Class``, where Class is an
+            ``nn.Module`` class or a function; it is called without arguments.
+
+    Raises:
+        PlanError: SP901, the model cannot be found or built. What ``Class`` itself raises is passed on.
+    """
+    import torch
+
+    path = _config_file(spec)
+    if path is not None:
+        build = _from_config(path)
+    elif ":" in spec:
+        build = _from_module(spec)
+    else:
+        raise _unknown(spec)
+    with torch.device("meta"):
+        model = build()
+    if not isinstance(model, torch.nn.Module):
+        raise _refused(spec, f"'{spec}' makes a {type(model).__name__}", expected="an nn.Module")
+    return model
+
+
+def _config_file(spec: str) -> Path | None:
+    """The file that ``spec`` means; None when it names no shipped model and no file or folder."""
+    path = reference_models().get(spec, Path(spec))
+    if not path.is_dir():
+        return path if path.is_file() else None
+    if not (path / "config.json").is_file():
+        raise _refused(spec, f"the folder '{spec}' holds no config.json", expected=_FORMS)
+    return path / "config.json"
+
+
+def _read_config(path: Path) -> PreTrainedConfig:
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise _refused(str(path), f"'{path}' cannot be read as JSON: {error}") from error
+    if not isinstance(values, dict) or "model_type" not in values:
+        raise _refused(str(path), f"'{path}' has no model_type", expected="the config.json of a transformers model")
+    if "auto_map" in values:
+        raise _refused(
+            str(path),
+            f"'{path}' describes a model whose code comes with its weights (auto_map)",
+            hint="code from a checkpoint is never run: name the class as module:Class",
+        )
+    try:
+        return AutoConfig.for_model(**{key: value for key, value in values.items() if key != "_source"})
+    # transformers 5.24: ValueError for an unknown model_type, the other for a value of the wrong type.
+    except (ValueError, StrictDataclassError) as error:
+        raise _refused(str(path), f"transformers refuses '{path}': {error}") from error
+
+
+def _from_config(path: Path) -> Callable[[], Any]:
+    """The class that the configuration names, else transformers' causal language model for its type."""
+    import transformers
+
+    config = _read_config(path)
+    if not config.architectures:
+        return lambda: transformers.AutoModelForCausalLM.from_config(config)
+    name = config.architectures[0]
+    if not hasattr(transformers, name):
+        raise _refused(
+            str(path),
+            f"transformers {transformers.__version__} has no class {name}, which '{path}' names in architectures",
+            hint="install a transformers that has it, or name the class as module:Class",
+        )
+    model_class = getattr(transformers, name)
+    return lambda: model_class(config)
+
+
+def _from_module(spec: str) -> Callable[[], Any]:
+    module_name, _, attribute = spec.partition(":")
+    try:
+        target: Any = importlib.import_module(module_name)
+    # ValueError: an empty or relative module name.
+    except (ImportError, ValueError) as error:
+        raise _refused(spec, f"cannot import '{module_name}': {error}", expected=_FORMS) from error
+    for part in attribute.split("."):
+        if not hasattr(target, part):
+            near = difflib.get_close_matches(part, dir(target), n=1)
+            hint = f"did you mean '{near[0]}'?" if near else ""
+            raise _refused(spec, f"'{module_name}' has no '{attribute}'", hint=hint)
+        target = getattr(target, part)
+    try:
+        inspect.signature(target).bind()
+    except TypeError as error:
+        hint = "write a function without arguments that returns the model"
+        raise _refused(spec, f"'{spec}' cannot be called without arguments: {error}", hint=hint) from error
+    build: Callable[[], Any] = target
+    return build
+
+
+def _unknown(spec: str) -> PlanError:
+    names = list(reference_models())
+    near = difflib.get_close_matches(spec.lower().rpartition("/")[2], names, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"the reference models are {', '.join(names)}"
+    return _refused(spec, f"no model '{spec}'", expected=_FORMS, hint=hint)
+
+
+def _refused(spec: str, message: str, *, expected: str = "", hint: str = "") -> PlanError:
+    return PlanError([Diagnostic("SP901", message, subject=spec, expected=expected, hint=hint)])
