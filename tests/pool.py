@@ -1,0 +1,183 @@
+"""Worker processes, kept alive for the whole run, on which tests run functions as the ranks of a gloo world.
+
+    results = pool.run(2, parity.logits, "llama")  # parity.logits("llama") on ranks 0 and 1
+
+The workers are forked from a server that has imported torch and transformers, so that nobody pays for the imports
+twice, and the test process itself stays without threads. Every job gets a process group of its own, through a file
+store of its own, which is destroyed afterwards: a world of 4 may follow a world of 1. After a failure the workers are
+replaced, because what a failed job leaves behind is anybody's guess.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+SIZE = 4
+PRELOAD = [
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "transformers.models.llama.modeling_llama",
+]
+GRACE_SECONDS = 5.0  # for the other ranks, once one has failed: they mostly wait for it in a collective
+
+
+class PoolError(AssertionError):
+    """A job that failed, died or hung on some rank; the message has what is known of every rank."""
+
+
+@dataclass(frozen=True)
+class _Worker:
+    process: Any  # multiprocessing.context.ForkServerProcess
+    connection: Connection
+    stacks: Path
+
+
+class Pool:
+    """``size`` worker processes, started by the first job and replaced after one that fails."""
+
+    def __init__(self, size: int = SIZE) -> None:
+        self._size = size
+        self._folder = tempfile.TemporaryDirectory(prefix="shardplan-pool-")
+        self._numbers = count()
+        self._workers: list[_Worker] = []
+
+    def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+        """Call ``function(*args)`` as each rank of a gloo world of ``world_size``; return the results in rank order.
+
+        Args:
+            world_size: at most the size of the pool.
+            function: a module-level function of an importable module; it finds its rank in ``torch.distributed``.
+            args: picklable, as is what the function returns. Tensors travel by value.
+            timeout: seconds until ranks that have not finished count as hanging.
+
+        Raises:
+            PoolError: a rank raised, died or did not finish.
+        """
+        assert 1 <= world_size <= self._size, f"a pool of {self._size} has no world of {world_size}"
+        self._workers = self._workers or [self._start() for _ in range(self._size)]
+        ranks = self._workers[:world_size]
+        store = str(Path(self._folder.name) / f"store-{next(self._numbers)}")
+        for rank, worker in enumerate(ranks):
+            worker.connection.send_bytes(pickle.dumps((function, args, rank, world_size, store)))
+        outcomes = _collect(ranks, timeout)
+        if all(ok for ok, _ in outcomes.values()) and len(outcomes) == world_size:
+            return [outcomes[rank][1] for rank in range(world_size)]
+        report = _report(ranks, outcomes, timeout)
+        self.kill()
+        raise PoolError(report)
+
+    def kill(self) -> None:
+        """End the workers at once; the next job starts new ones."""
+        for worker in self._workers:
+            worker.process.kill()
+        for worker in self._workers:
+            worker.process.join()
+            worker.connection.close()
+        self._workers = []
+
+    def close(self) -> None:
+        """End the workers and remove the pool's files."""
+        self.kill()
+        self._folder.cleanup()
+
+    def _start(self) -> _Worker:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        ours, theirs = context.Pipe()
+        stacks = Path(self._folder.name) / f"stacks-{next(self._numbers)}"
+        process = context.Process(target=_serve, args=(theirs, str(stacks)), daemon=True)
+        process.start()
+        theirs.close()
+        return _Worker(process, ours, stacks)
+
+
+def _collect(ranks: Sequence[_Worker], timeout: float) -> dict[int, tuple[bool, Any]]:
+    """(succeeded, result or description) of each rank that finished or died in time, in the order of arrival."""
+    outcomes: dict[int, tuple[bool, Any]] = {}
+    pending = {worker.connection: rank for rank, worker in enumerate(ranks)}
+    deadline = time.monotonic() + timeout
+    while pending and (ready := wait(pending, max(0.0, deadline - time.monotonic()))):
+        for connection in ready:
+            assert isinstance(connection, Connection)
+            rank = pending.pop(connection)
+            try:
+                outcomes[rank] = pickle.loads(connection.recv_bytes())
+            except (EOFError, ConnectionError):
+                ranks[rank].process.join()
+                outcomes[rank] = (False, f"died with exit code {ranks[rank].process.exitcode}")
+            if not outcomes[rank][0]:
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+    return outcomes
+
+
+def _report(ranks: Sequence[_Worker], outcomes: dict[int, tuple[bool, Any]], timeout: float) -> str:
+    """What every rank did: the first failure first, then those still running, with their stacks."""
+    failed = [(rank, text) for rank, (ok, text) in outcomes.items() if not ok]
+    running = [rank for rank in range(len(ranks)) if rank not in outcomes]
+    finished = [rank for rank, (ok, _) in outcomes.items() if ok]
+    for rank in running:
+        os.kill(ranks[rank].process.pid, signal.SIGUSR1)
+    time.sleep(0.5 if running else 0)  # for the handlers to write
+    waited = f"{GRACE_SECONDS:g} s after that" if failed else f"after {timeout:g} s"
+    parts = [f"rank {rank} {text}" for rank, text in failed]
+    parts += [f"rank {rank} still ran {waited}:\n{ranks[rank].stacks.read_text()}" for rank in running]
+    parts += [f"finished: ranks {finished}"] if finished else []
+    return "\n\n".join(parts)
+
+
+def _serve(connection: Connection, stacks: str) -> None:
+    """A worker's life: one job after another until the test process goes away."""
+    import torch
+
+    torch.set_num_threads(1)
+    # Open for the life of the process: the handler writes to it from wherever the worker hangs.
+    faulthandler.register(signal.SIGUSR1, file=Path(stacks).open("w"), all_threads=True)  # noqa: SIM115
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host name that does not resolve costs seconds
+    while True:
+        try:
+            job = connection.recv_bytes()
+        except EOFError:
+            return
+        connection.send_bytes(_perform(job))
+
+
+def _perform(job: bytes) -> bytes:
+    import torch.distributed as dist
+
+    try:
+        function, args, rank, world_size, store = pickle.loads(job)
+        dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
+        outcome = pickle.dumps((True, function(*args)))
+    except BaseException:  # noqa: BLE001 - whatever a test raises goes back to it; nothing is swallowed
+        outcome = pickle.dumps((False, f"raised:\n{traceback.format_exc()}"))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        _forget_meshes()
+    return outcome
+
+
+def _forget_meshes() -> None:
+    """Drop DTensor's cached placements.
+
+    They are found by equality and hold the mesh of the job that filled them, with its groups' names; a later job's
+    equal mesh may have other names. Private, seen on torch 2.13.
+    """
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
