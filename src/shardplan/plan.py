@@ -99,7 +99,7 @@ class Plan:
         roots: candidates that a leading dot stands for; the first that exists in the model counts.
         rules, units, recompute: in the order written, lower layers first.
         root_reshard: whether the outermost FSDP2 unit frees its parameters after the forward.
-        extends: the layer below, still unresolved (a shipped name or a path), or None.
+        extends: the layer below, still unresolved (a shipped name or a path), or None; written at ``extends_where``.
         fallback: ``hf`` lets the model's own tp_plan fill modules on which no rule spoke; ``none`` does not.
     """
 
@@ -117,4 +117,5 @@ class Plan:
     cpu_offload: bool | None = None
     reference: Reference = field(default_factory=Reference)
     extends: str | None = None
+    extends_where: Location | None = None
     fallback: Literal["hf", "none"] | None = None
