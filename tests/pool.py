@@ -40,6 +40,15 @@ class PoolError(AssertionError):
 
 
 @dataclass(frozen=True)
+class _Outcome:
+    """What a rank sends back: its result, or what went wrong. ``time`` is the machine's monotonic clock, in seconds."""
+
+    ok: bool
+    value: Any
+    time: float
+
+
+@dataclass(frozen=True)
 class _Worker:
     process: Any  # multiprocessing.context.ForkServerProcess
     connection: Connection
@@ -74,8 +83,8 @@ class Pool:
         for rank, worker in enumerate(ranks):
             worker.connection.send_bytes(pickle.dumps((function, args, rank, world_size, store)))
         outcomes = _collect(ranks, timeout)
-        if all(ok for ok, _ in outcomes.values()) and len(outcomes) == world_size:
-            return [outcomes[rank][1] for rank in range(world_size)]
+        if all(outcome.ok for outcome in outcomes.values()) and len(outcomes) == world_size:
+            return [outcomes[rank].value for rank in range(world_size)]
         report = _report(ranks, outcomes, timeout)
         self.kill()
         raise PoolError(report)
@@ -105,9 +114,9 @@ class Pool:
         return _Worker(process, ours, stacks)
 
 
-def _collect(ranks: Sequence[_Worker], timeout: float) -> dict[int, tuple[bool, Any]]:
-    """(succeeded, result or description) of each rank that finished or died in time, in the order of arrival."""
-    outcomes: dict[int, tuple[bool, Any]] = {}
+def _collect(ranks: Sequence[_Worker], timeout: float) -> dict[int, _Outcome]:
+    """The outcome of each rank that finished, raised or died in time."""
+    outcomes: dict[int, _Outcome] = {}
     pending = {worker.connection: rank for rank, worker in enumerate(ranks)}
     deadline = time.monotonic() + timeout
     while pending and (ready := wait(pending, max(0.0, deadline - time.monotonic()))):
@@ -118,22 +127,23 @@ def _collect(ranks: Sequence[_Worker], timeout: float) -> dict[int, tuple[bool, 
                 outcomes[rank] = pickle.loads(connection.recv_bytes())
             except (EOFError, ConnectionError):
                 ranks[rank].process.join()
-                outcomes[rank] = (False, f"died with exit code {ranks[rank].process.exitcode}")
-            if not outcomes[rank][0]:
+                died = f"died with exit code {ranks[rank].process.exitcode}"
+                outcomes[rank] = _Outcome(False, died, time.monotonic())
+            if not outcomes[rank].ok:
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
     return outcomes
 
 
-def _report(ranks: Sequence[_Worker], outcomes: dict[int, tuple[bool, Any]], timeout: float) -> str:
-    """What every rank did: the first failure first, then those still running, with their stacks."""
-    failed = [(rank, text) for rank, (ok, text) in outcomes.items() if not ok]
+def _report(ranks: Sequence[_Worker], outcomes: dict[int, _Outcome], timeout: float) -> str:
+    """What every rank did: the earliest failure first, then those still running, with their stacks."""
+    failed = sorted((outcome.time, rank) for rank, outcome in outcomes.items() if not outcome.ok)
     running = [rank for rank in range(len(ranks)) if rank not in outcomes]
-    finished = [rank for rank, (ok, _) in outcomes.items() if ok]
+    finished = sorted(rank for rank, outcome in outcomes.items() if outcome.ok)
     for rank in running:
         os.kill(ranks[rank].process.pid, signal.SIGUSR1)
     time.sleep(0.5 if running else 0)  # for the handlers to write
     waited = f"{GRACE_SECONDS:g} s after that" if failed else f"after {timeout:g} s"
-    parts = [f"rank {rank} {text}" for rank, text in failed]
+    parts = [f"rank {rank} {outcomes[rank].value}" for _, rank in failed]
     parts += [f"rank {rank} still ran {waited}:\n{ranks[rank].stacks.read_text()}" for rank in running]
     parts += [f"finished: ranks {finished}"] if finished else []
     return "\n\n".join(parts)
@@ -162,9 +172,9 @@ def _perform(job: bytes) -> bytes:
     try:
         function, args, rank, world_size, store = pickle.loads(job)
         dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
-        outcome = pickle.dumps((True, function(*args)))
+        outcome = pickle.dumps(_Outcome(True, function(*args), time.monotonic()))
     except BaseException:  # noqa: BLE001 - whatever a test raises goes back to it; nothing is swallowed
-        outcome = pickle.dumps((False, f"raised:\n{traceback.format_exc()}"))
+        outcome = pickle.dumps(_Outcome(False, f"raised:\n{traceback.format_exc()}", time.monotonic()))
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
