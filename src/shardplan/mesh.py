@@ -118,6 +118,8 @@ def _dp_problems(spec: MeshSpec, names: list[str]) -> Iterator[tuple[str, str]]:
     sizes = dict(spec.axes)
     if given:
         return
+    if TP not in names and sizes.get(CP, 1) == sizes.get(REPLICATE, 1) == 1:
+        yield f"mesh '{spec}' has neither a tp nor a dp axis: nothing to shard over", "name the axes tp and dp"
     if sizes.get(CP, 1) > 1:
         yield f"mesh '{spec}' has cp but no dp axis to flatten it into", "add dp=1"
     if sizes.get(REPLICATE, 1) > 1:
@@ -126,8 +128,6 @@ def _dp_problems(spec: MeshSpec, names: list[str]) -> Iterator[tuple[str, str]]:
             f"mesh '{spec}' has dp_replicate but no dp axis: FSDP2 replicates only what it also shards",
             f"add dp=1 to keep whole replicas, or name the axis dp to shard over {sizes[REPLICATE]} ranks",
         )
-    if TP not in names and not any(name in names for name in (CP, REPLICATE)):
-        yield f"mesh '{spec}' has neither a tp nor a dp axis: nothing to shard over", "name the axes tp and dp"
 
 
 def _unknown_axis_hint(name: str) -> str:

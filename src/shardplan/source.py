@@ -110,16 +110,25 @@ def _syntax_error(error: yaml.YAMLError, text: str, file: str) -> Diagnostic:
     special = unquoted.in_error(error, text)
     if special is not None:
         return _quote_it(special, file)
-    mark = error.problem_mark or error.context_mark
-    problem = (error.problem or "cannot be read").replace("could not found", "could not find")
-    hint = ""
-    if "'\\t'" in problem:
-        problem, hint = "a tab where YAML wants spaces", "indent with spaces"
-    elif "mapping values are not allowed here" in problem:
-        problem, hint = "a second ': ' on one line", "quote a value that holds ': ', and put each key on its own line"
-    elif "expected a single document" in str(error):
-        problem, hint = "a second document ('---') in one file", "write one plan per file"
+    mark, problem, hint = _explained(error)
     return Diagnostic("SP002", problem, where=_location(mark, file), hint=hint)
+
+
+def _explained(error: yaml.MarkedYAMLError) -> tuple[yaml.Mark | None, str, str]:
+    """Where the mistake is, what it is, and what to do; YAML's own words where they serve."""
+    context, problem = error.context or "", error.problem or "cannot be read"
+    if "scanning a simple key" in context:
+        return error.context_mark, "a line that is neither 'key: value' nor a list item", "put ': ' after the key"
+    if "scanning a quoted scalar" in context and "end of stream" in problem:
+        return error.context_mark, "a quote that is never closed", "close it on the same line"
+    if "'\\t'" in problem:
+        return error.problem_mark, "a tab where YAML wants spaces", "indent with spaces"
+    if "mapping values are not allowed here" in problem:
+        hint = "quote a value that holds ': ', and put each key on its own line"
+        return error.problem_mark, "a second ': ' on one line", hint
+    if "expected a single document" in context:
+        return error.problem_mark, "a second document ('---') in one file", "write one plan per file"
+    return error.problem_mark or error.context_mark, problem, ""
 
 
 def _quote_it(special: unquoted.Special, file: str) -> Diagnostic:

@@ -9,7 +9,7 @@ import yaml
 
 _ALONE = "*@`%&!"  # characters that start something else wherever they start a token
 _WITHIN = "{[?"  # characters that end unquoted text inside {...} and [...]
-_STARTS = tuple(f"while scanning a{what}" for what in ("n alias", "n anchor", " tag", " directive"))
+_STARTS = tuple(f"while scanning a{what}" for what in ("n alias", "n anchor", " tag", " directive", " simple"))
 _OPENERS, _CLOSERS = "{[", "}]"
 
 
@@ -73,7 +73,9 @@ def in_node(node: yaml.Node, text: str, is_key: bool = False) -> Special | None:
 
 
 def _has_foreign_tag(node: yaml.Node) -> bool:
-    return not str(node.tag).startswith("tag:yaml.org,2002:")
+    if isinstance(node, yaml.ScalarNode):
+        return not str(node.tag).startswith("tag:yaml.org,2002:")
+    return node.tag != f"tag:yaml.org,2002:{'map' if isinstance(node, yaml.MappingNode) else 'seq'}"
 
 
 def _special(text: str, start: int, char: str) -> Special:

@@ -1,0 +1,40 @@
+"""Sharding plans for PyTorch language models: YAML in, a proven tensor-parallel and FSDP2 model out."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardplan.api import apply_plan as apply_plan
+    from shardplan.api import check_plan as check_plan
+    from shardplan.api import compile_plan as compile_plan
+    from shardplan.diagnostics import Diagnostic as Diagnostic
+    from shardplan.diagnostics import PlanError as PlanError
+    from shardplan.load import load_plan as load_plan
+    from shardplan.loss import cross_entropy as cross_entropy
+    from shardplan.loss import log_probs as log_probs
+    from shardplan.plan import Plan as Plan
+
+__version__ = "0.1.0"
+
+# Imported when first asked for: reading a plan needs no torch.
+_HOMES = {
+    "apply_plan": "api",
+    "check_plan": "api",
+    "compile_plan": "api",
+    "Diagnostic": "diagnostics",
+    "PlanError": "diagnostics",
+    "load_plan": "load",
+    "cross_entropy": "loss",
+    "log_probs": "loss",
+    "Plan": "plan",
+}
+
+__all__ = sorted(_HOMES)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'shardplan' has no attribute '{name}'")
+    return getattr(import_module(f"shardplan.{_HOMES[name]}"), name)

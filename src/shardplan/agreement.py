@@ -1,0 +1,98 @@
+"""Ranks that are about to shard one model agree on it: the plan, the parameters, and the weights themselves.
+
+Each rank keeps a slice of its own weights, so weights that differ between ranks would become a model that nobody
+trained. Only checksums travel.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardplan.compiled import CompiledPlan
+from shardplan.diagnostics import Diagnostic, PlanError
+
+MOST_NAMED = 5  # parameters that a message lists
+
+
+def require(
+    model: nn.Module, compiled: CompiledPlan | None, findings: tuple[Diagnostic, ...], mesh: DeviceMesh
+) -> None:
+    """Return on every rank of ``mesh``, or raise on every rank.
+
+    Args:
+        model: not yet touched.
+        compiled: what this rank would apply; None where ``findings`` refuse it.
+        findings: what this rank found wrong.
+        mesh: whose ranks must agree.
+
+    Raises:
+        PlanError: ``findings``, or SP303 where another rank refused, compiled something else, or holds other weights.
+    """
+    refused, same_plan = _compare([int(compiled is None), _fingerprint(compiled)], mesh)
+    if compiled is None:
+        raise PlanError(findings)
+    if not refused or not same_plan:
+        raise PlanError([_disagreement("another rank refused the plan" if not refused else "ranks compiled different plans",
+                                       "the same model, plan and options on every rank")])  # fmt: skip
+    names = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
+    weights = [checksum(parameter) for parameter in model.parameters() if not parameter.is_meta]
+    unequal = [name for name, equal in zip(names, _compare(weights, mesh), strict=True) if not equal]
+    if unequal:
+        more = f" and {len(unequal) - MOST_NAMED} more" if len(unequal) > MOST_NAMED else ""
+        raise PlanError([_disagreement(
+            f"ranks hold different weights in {', '.join(unequal[:MOST_NAMED])}{more}",
+            "equal weights on every rank: seed alike, load the same checkpoint, or broadcast them from rank 0",
+        )])  # fmt: skip
+
+
+def checksum(parameter: Tensor) -> int:
+    """A 63-bit number that changes with any bit of ``parameter`` and with the order of its elements' rows.
+
+    The temporary memory is one row of partial sums, not a copy of the parameter.
+    """
+    rows = parameter.detach().reshape(parameter.shape[0] if parameter.ndim > 1 else 1, -1)
+    along = [_weighted(torch.hash_tensor(rows, dim=dim)) for dim in (0, 1)] if rows.numel() else [0]
+    digest = hashlib.sha256(repr((tuple(parameter.shape), str(parameter.dtype), along)).encode())
+    return _positive(digest)
+
+
+def _weighted(hashes: Tensor) -> int:
+    """Sum of position-weighted hashes, modulo 2^64."""
+    weights = torch.arange(1, 2 * hashes.numel(), 2, device=hashes.device)
+    return int((hashes.view(torch.int64) * weights).sum())
+
+
+def _fingerprint(compiled: CompiledPlan | None) -> int:
+    identities: dict[int, int] = {}
+    if compiled is None:
+        return 0
+    ties = [identities.setdefault(p.identity, len(identities)) for m in compiled.modules for p in m.parameters]
+    facts = [(p.fqn, p.shape, str(p.placement), p.gradient.name) for m in compiled.modules for p in m.parameters]
+    edges = [(m.fqn, m.style, m.input, m.output) for m in compiled.modules]
+    rest = (compiled.mesh, compiled.sequence_parallel, compiled.units, compiled.root_reshard, compiled.recompute,
+            compiled.head, compiled.mixed_precision, compiled.cpu_offload)  # fmt: skip
+    return _positive(hashlib.sha256(repr((ties, facts, edges, rest)).encode()))
+
+
+def _positive(digest: hashlib._Hash) -> int:
+    return int.from_bytes(digest.digest()[:8], "big") >> 1
+
+
+def _compare(numbers: Sequence[int], mesh: DeviceMesh) -> list[bool]:
+    """Whether every rank of the mesh has the same number, for each."""
+    device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" else "cpu"
+    both_ends = torch.tensor([numbers, [-number for number in numbers]], dtype=torch.int64, device=device)
+    for group in mesh.get_all_groups():
+        dist.all_reduce(both_ends, op=dist.ReduceOp.MAX, group=group)
+    highest, lowest = both_ends[0], -both_ends[1]
+    return [bool(equal) for equal in (highest == lowest).tolist()]
+
+
+def _disagreement(message: str, expected: str) -> Diagnostic:
+    return Diagnostic("SP303", message, subject="ranks", expected=expected, hint="compare what each rank was given")

@@ -1,0 +1,143 @@
+"""The only stage that touches a model: TP and its edges, re-tying, recomputation, FSDP2, gradient sums."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from shardplan.compiled import CompiledPlan, Head
+from shardplan.loss import causal_lm_loss
+from shardplan.parallel.collectives import Ranks
+from shardplan.parallel.gradients import Owner, sum_in_graph, sum_in_units
+from shardplan.parallel.recompute import recompute_forward
+from shardplan.parallel.stream import Stream, begin, end
+from shardplan.parallel.style import LocalStyle, logits_as_dtensor
+from shardplan.plan import MixedPrecision
+from shardplan.styles import Gradient
+
+APPLIED = "_shardplan"  # the attribute of a model under which its `Applied` is found
+
+
+@dataclass
+class Applied:
+    """What a model carries after `apply`: the plan it runs under and the switches of its forward.
+
+    Attributes:
+        compiled: the plan.
+        stream: state of the residual stream; None on a mesh without tp.
+        gathered: whether the head gives callers whole logits.
+    """
+
+    compiled: CompiledPlan
+    stream: Stream | None
+    gathered: bool
+
+
+def apply(model: nn.Module, compiled: CompiledPlan, mesh: DeviceMesh) -> nn.Module:
+    """Execute ``compiled`` on ``model``, in place.
+
+    Args:
+        model: on the mesh's device or on meta; the model that the plan was compiled for.
+        compiled: a plan that the checks have passed.
+        mesh: as described by ``compiled.mesh``.
+
+    Returns:
+        The same model.
+    """
+    stream = _shard_over_tp(model, compiled, mesh["tp"]) if compiled.mesh.has_tp else None
+    applied = Applied(compiled, stream, gathered=compiled.head is not None and compiled.head.gathered)
+    if stream is not None and compiled.head is not None:
+        _finish_logits(model, compiled.head, mesh["tp"], applied)
+    for fqn in compiled.recompute:
+        recompute_forward(model.get_submodule(fqn))
+    units = _shard_over_dp(model, compiled, mesh) if compiled.mesh.has_dp else []
+    if stream is not None:
+        _sum_gradients(model, compiled, units, stream.ranks)
+    setattr(model, APPLIED, applied)
+    return model
+
+
+def _shard_over_tp(model: nn.Module, compiled: CompiledPlan, tp: DeviceMesh) -> Stream:
+    ranks = Ranks(tp.get_group().group_name, tp.get_local_rank(), tp.size())
+    stream = Stream(ranks, compiled.sequence_parallel)
+    placed: dict[int, nn.Parameter] = {}
+    for module in compiled.modules:
+        LocalStyle(module, stream, placed)._apply(model.get_submodule(module.fqn), tp)
+    if compiled.sequence_parallel:
+        assert compiled.decoder is not None and compiled.gather is not None
+        model.get_submodule(compiled.decoder).register_forward_pre_hook(partial(begin, stream), with_kwargs=True)
+        model.get_submodule(compiled.gather).register_forward_hook(partial(end, stream))
+    return stream
+
+
+def _finish_logits(model: nn.Module, head: Head, tp: DeviceMesh, applied: Applied) -> None:
+    """Hand out logits as one DTensor, and let ``labels=`` compute the loss on it."""
+    model.get_submodule(head.fqn).register_forward_hook(partial(_logits, applied, tp, head.vocabulary))
+    if hasattr(model, "loss_function"):
+        model.loss_function = causal_lm_loss  # type: ignore[assignment]
+
+
+def _logits(applied: Applied, tp: DeviceMesh, vocabulary: int, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    logits = logits_as_dtensor(tp, vocabulary, output)
+    return logits.full_tensor() if applied.gathered else logits
+
+
+# ---------------------------------------------------------------- FSDP2
+
+
+def _shard_over_dp(model: nn.Module, compiled: CompiledPlan, mesh: DeviceMesh) -> list[FSDPModule]:
+    options: dict[str, Any] = {
+        "mesh": _dp_mesh(compiled, mesh),
+        "mp_policy": _mixed_precision(compiled.mixed_precision),
+        "offload_policy": CPUOffloadPolicy() if compiled.cpu_offload else OffloadPolicy(),
+    }
+    for unit in compiled.units:
+        fully_shard(model.get_submodule(unit.fqn), reshard_after_forward=unit.reshard, **options)
+    fully_shard(model, reshard_after_forward=compiled.root_reshard, **options)
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _dp_mesh(compiled: CompiledPlan, mesh: DeviceMesh) -> DeviceMesh:
+    """The 1-D mesh that shards, or the 2-D mesh that replicates over its first axis (HSDP)."""
+    axes = compiled.mesh.shard_axes
+    name = axes[0] if len(axes) == 1 else "_".join(axes)
+    if len(axes) > 1:
+        mesh[axes]._flatten(name)
+    replicate = compiled.mesh.replicate_axis
+    return mesh[(replicate, name)] if replicate else mesh[name]
+
+
+def _mixed_precision(policy: MixedPrecision | None) -> MixedPrecisionPolicy:
+    if policy is None:
+        return MixedPrecisionPolicy()
+    dtypes = {name: getattr(torch, value) for name, value in (
+        ("param_dtype", policy.param), ("reduce_dtype", policy.reduce), ("output_dtype", policy.output)
+    ) if value is not None}  # fmt: skip
+    return MixedPrecisionPolicy(**dtypes)
+
+
+# ---------------------------------------------------------------- gradients
+
+
+def _sum_gradients(model: nn.Module, compiled: CompiledPlan, units: list[FSDPModule], ranks: Ranks) -> None:
+    summed = {Gradient.PARTIAL, Gradient.STREAM} if compiled.sequence_parallel else {Gradient.PARTIAL}
+    partial_gradients = [
+        (module.fqn, parameter.name)
+        for module in compiled.modules
+        for parameter in module.parameters
+        if parameter.gradient in summed
+    ]
+    owners: list[Owner] = [(model.get_submodule(fqn), name) for fqn, name in partial_gradients]
+    if units:
+        sum_in_units(units, owners, ranks)
+    else:
+        # A caller may run the decoder alone; start there unless something outside it needs the sum too.
+        decoder = compiled.decoder or ""
+        inside = all(fqn.startswith(f"{decoder}.") for fqn, _ in partial_gradients)
+        sum_in_graph(model.get_submodule(decoder) if inside else model, owners, ranks)

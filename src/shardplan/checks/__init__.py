@@ -1,0 +1,1 @@
+"""The checks by subject; `shardplan.check` runs them in order."""

@@ -1,0 +1,129 @@
+"""A compiled plan: exact names, placements, collectives and FSDP2 units. Plain data, printable and comparable."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from shardplan.diagnostics import Location
+from shardplan.edges import Edge
+from shardplan.layouts import Layout
+from shardplan.mesh import MeshSpec
+from shardplan.plan import Layer, MixedPrecision
+from shardplan.styles import Gradient
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledParameter:
+    """Where one parameter lies on the tp axis and what its gradient is.
+
+    Attributes:
+        placement: ``replicate`` or ``shard(dim)``.
+        gradient: of a replicated parameter; a sharded one is always COMPLETE for its shard.
+        added_once: a row-wise linear's bias: every rank adds its share of it to a sum over tp.
+    """
+
+    fqn: str
+    name: str
+    shape: tuple[int, ...]
+    nbytes: int
+    identity: int
+    placement: Layout
+    gradient: Gradient
+    added_once: bool = False
+
+    @property
+    def sharded(self) -> bool:
+        return self.placement.kind == "shard"
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledModule:
+    """Everything that applying the plan does to one module.
+
+    Attributes:
+        style: the style's name, for reports; "" where only a claim from above reaches the module.
+        where, layer: the rule that decided.
+        block: the block around it, whose edges serve it.
+        splits_vocabulary: an Embedding whose rows are cut: ids of other ranks' rows contribute zero.
+    """
+
+    fqn: str
+    class_name: str
+    style: str
+    where: Location | None
+    layer: Layer | None
+    parameters: tuple[CompiledParameter, ...]
+    block: str | None
+    input: Edge | None = None
+    output: Edge | None = None
+    splits_vocabulary: bool = False
+
+    @property
+    def edges(self) -> tuple[Edge, ...]:
+        return tuple(edge for edge in (self.input, self.output) if edge)
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledUnit:
+    """A module that FSDP2 wraps; ``reshard`` None leaves FSDP2's default."""
+
+    fqn: str
+    reshard: bool | int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The module whose output is the logits, cut over the vocabulary; ``gathered`` gives callers the whole."""
+
+    fqn: str
+    vocabulary: int
+    gathered: bool
+
+
+@dataclass(frozen=True)
+class CompiledPlan:
+    """What `apply` executes.
+
+    Attributes:
+        name: the plan's.
+        model: the model's class name.
+        decoder: the module whose forward carries the residual stream; where sequence parallelism decides, per
+            forward, whether the stream is cut. None where the plan cuts no stream.
+        gather: the module at whose output the stream ends.
+        units: FSDP2 units, inner ones first; the model itself is the last one and not listed.
+    """
+
+    name: str
+    model: str
+    mesh: MeshSpec
+    sequence_parallel: bool
+    modules: tuple[CompiledModule, ...]
+    decoder: str | None
+    gather: str | None
+    head: Head | None
+    units: tuple[CompiledUnit, ...]
+    root_reshard: bool | int | None
+    recompute: tuple[str, ...]
+    mixed_precision: MixedPrecision | None
+    cpu_offload: bool
+
+    @cached_property
+    def parameters(self) -> tuple[CompiledParameter, ...]:
+        """Every parameter once, tied ones under their first name."""
+        first: dict[int, CompiledParameter] = {}
+        for module in self.modules:
+            for parameter in module.parameters:
+                first.setdefault(parameter.identity, parameter)
+        return tuple(first.values())
+
+    def collectives(self) -> Iterator[tuple[CompiledModule, str, str]]:
+        """Every tp collective of one step: module, direction (forward or backward), name."""
+        for module in self.modules:
+            for edge in module.edges:
+                collective = edge.in_mode(self.sequence_parallel)
+                if collective is not None:
+                    for direction, sends in zip(("forward", "backward"), collective.communicates, strict=True):
+                        if sends:
+                            yield module, direction, getattr(collective, direction)

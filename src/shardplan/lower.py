@@ -1,0 +1,137 @@
+"""A resolved plan, a mesh and a mode -> a compiled plan: exact names, placements and collectives."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardplan.compiled import CompiledModule, CompiledParameter, CompiledPlan, CompiledUnit, Head
+from shardplan.edges import GATHER_FOR_HEAD, HEAD_AFTER_GATHER, Edge, lower_edge
+from shardplan.layouts import REPLICATE, Conversion, shard
+from shardplan.mesh import MeshSpec
+from shardplan.plan import Unit
+from shardplan.residual import ResidualStream, input_conversion, output_conversion
+from shardplan.resolve import Matched, ResolvedModule, ResolvedParameter, ResolvedPlan
+from shardplan.styles import Gradient, Kind, Split, Style
+
+# (kind of module, side that is cut) -> the dim of each parameter. What is not named is replicated.
+SPLIT_DIMS: dict[tuple[Kind, Split], dict[str, int]] = {
+    (Kind.LINEAR, Split.OUTPUT): {"weight": 0, "bias": 0},
+    (Kind.LINEAR, Split.INPUT): {"weight": 1},
+    (Kind.EMBEDDING, Split.INPUT): {"weight": 0},
+}
+
+
+def lower(resolved: ResolvedPlan, mesh: MeshSpec, *, sequence_parallel: bool) -> CompiledPlan:
+    """Compile a plan that `check` has passed.
+
+    Raises:
+        UnsupportedConversion: an edge has no collective (`check` reports these with their place).
+    """
+    plan = resolved.plan
+    stream = ResidualStream(resolved)
+    head = _head(resolved)
+    modules = tuple(_module(module, is_head=head is not None and module.fqn == head.fqn) for module in resolved.modules)
+    return CompiledPlan(
+        name=plan.name,
+        model=resolved.inventory.architectures[0],
+        mesh=mesh,
+        sequence_parallel=sequence_parallel and mesh.tp > 1,
+        modules=_couple_head(modules, stream.gather, head.fqn) if stream.gather and head else modules,
+        decoder=stream.decoder,
+        gather=stream.gather,
+        head=head,
+        units=_units(resolved.units),
+        root_reshard=plan.root_reshard,
+        recompute=tuple(fqn for matched in resolved.recompute for fqn in matched.fqns),
+        mixed_precision=plan.mixed_precision,
+        cpu_offload=bool(plan.cpu_offload),
+    )
+
+
+# ---------------------------------------------------------------- edges
+
+
+def _edge(conversion: Conversion | None, *, read_in_parts: bool) -> Edge | None:
+    if conversion is None:
+        return None
+    edge = lower_edge(conversion, read_in_parts=read_in_parts)
+    return edge if edge.whole or edge.cut else None
+
+
+def _couple_head(modules: tuple[CompiledModule, ...], gather: str, head: str) -> tuple[CompiledModule, ...]:
+    """Let one reduce-scatter behind the final norm serve as the sum of the head's input gradient.
+
+    Holds for a head that reads the gathered stream, that is transformers' output embedding.
+    """
+    by_fqn = {module.fqn: module for module in modules}
+    output, reads = by_fqn[gather].output, by_fqn[head].input
+    if output is None or reads is None or reads.cut is None or reads.cut.backward != "all_reduce":
+        return modules
+    coupled = {
+        gather: replace(by_fqn[gather], output=replace(output, cut=GATHER_FOR_HEAD)),
+        head: replace(by_fqn[head], input=replace(reads, cut=HEAD_AFTER_GATHER)),
+    }
+    return tuple(coupled.get(module.fqn, module) for module in modules)
+
+
+# ---------------------------------------------------------------- modules, parameters, units
+
+
+def _module(module: ResolvedModule, *, is_head: bool) -> CompiledModule:
+    style = module.style
+    return CompiledModule(
+        fqn=module.fqn,
+        class_name=module.info.class_name,
+        style=style.name if style else "",
+        where=module.rule.where if module.rule else None,
+        layer=module.rule.layer if module.rule else None,
+        parameters=tuple(_parameter(parameter, module) for parameter in module.parameters),
+        block=module.block,
+        input=_edge(input_conversion(module), read_in_parts=style is not None and style.reads_in_parts),
+        # The head's output is not an edge: its logits leave as one DTensor.
+        output=None if is_head else _edge(output_conversion(module), read_in_parts=False),
+        splits_vocabulary=style is not None and style.split is Split.INPUT and module.info.kind is Kind.EMBEDDING,
+    )
+
+
+def _parameter(parameter: ResolvedParameter, module: ResolvedModule) -> CompiledParameter:
+    info, style = parameter.info, parameter.style
+    dim = split_dim(style, module, info.name)
+    return CompiledParameter(
+        fqn=info.fqn,
+        name=info.name,
+        shape=info.shape,
+        nbytes=info.nbytes,
+        identity=info.identity,
+        placement=REPLICATE if dim is None else shard(dim),
+        gradient=_gradient(style, module, replicated=dim is None),
+        added_once=dim is None and style is not None and style.split is Split.INPUT,
+    )
+
+
+def split_dim(style: Style | None, module: ResolvedModule, name: str) -> int | None:
+    """The dim of parameter ``name`` that ``style`` cuts; None where it stays whole."""
+    return SPLIT_DIMS.get((module.info.kind, style.split), {}).get(name) if style else None
+
+
+def _gradient(style: Style | None, module: ResolvedModule, *, replicated: bool) -> Gradient:
+    """Inside a block whatever is not split works on one rank's part, whichever way it came to be replicated."""
+    if not replicated or style is None or style.split is not Split.NONE:
+        return Gradient.COMPLETE
+    return Gradient.PARTIAL if module.block is not None else style.gradient
+
+
+def _head(resolved: ResolvedPlan) -> Head | None:
+    module = resolved.by_fqn.get(resolved.inventory.head or "")
+    if module is None or module.style is None or module.style.split is not Split.OUTPUT:
+        return None
+    output = output_conversion(module)
+    gathered = resolved.plan.logits == "gathered" or (output is not None and output.target == REPLICATE)
+    weight = next(parameter.info for parameter in module.parameters if parameter.info.name == "weight")
+    return Head(module.fqn, vocabulary=weight.shape[0], gathered=gathered)
+
+
+def _units(matched: tuple[Matched[Unit], ...]) -> tuple[CompiledUnit, ...]:
+    """Inner units first, as `fully_shard` wants them; a module named twice takes the later line."""
+    reshard = {fqn: entry.line.reshard for entry in matched for fqn in entry.fqns}
+    return tuple(CompiledUnit(fqn, reshard[fqn]) for fqn in sorted(reshard, key=lambda fqn: -fqn.count(".")))

@@ -1,0 +1,107 @@
+"""Modules that read their own parameters as local tensors.
+
+Parameters are DTensors for FSDP2, optimizers, clipping and checkpoints, which all reach them by ``getattr``. Inside the
+owner's ``forward`` the same names give the local tensor. It is a subclass and not a pair of hooks, because a
+recomputation calls ``forward`` without the module's hooks and leaves it by an exception.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardplan.compiled import CompiledModule, CompiledParameter
+from shardplan.parallel.collectives import ScaleGradient, ScaleValue
+from shardplan.parallel.stream import Stream
+from shardplan.styles import Gradient
+
+Reader = Callable[[Tensor], Tensor]
+
+
+class ReadsLocally:
+    """Mixin in front of a module's class: ``self.weight`` is local while ``forward`` runs."""
+
+    tp_stream: Stream
+    tp_readers: dict[str, Reader]
+    tp_summed: dict[str, Tensor]  # local views whose gradients are summed over tp, where no FSDP2 unit does it
+    tp_reading = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.tp_reading = True
+        try:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.tp_reading = False
+
+
+class ReadsOwnRows(ReadsLocally):
+    """An Embedding that holds a range of the rows; ids of other ranks' rows contribute zero to the sum over tp."""
+
+    tp_first_row: int
+    tp_rows: int
+
+    def forward(self, ids: Tensor) -> Any:
+        rows = ids - self.tp_first_row
+        elsewhere = (rows < 0) | (rows >= self.tp_rows)
+        return super().forward(rows.masked_fill(elsewhere, 0)).masked_fill(elsewhere.unsqueeze(-1), 0)
+
+
+def read_locally(module: nn.Module, compiled: CompiledModule, stream: Stream) -> None:
+    """Turn ``module``, whose parameters are DTensors over tp by now, into one that reads them locally."""
+    names = tuple(parameter.name for parameter in compiled.parameters)
+    mixin = ReadsOwnRows if compiled.splits_vocabulary else ReadsLocally
+    module.tp_stream, module.tp_summed = stream, {}
+    module.tp_readers = {parameter.name: _reader(parameter, stream) for parameter in compiled.parameters}
+    if isinstance(module, nn.Embedding) and compiled.splits_vocabulary:
+        _number_rows(module, stream)
+    module.__class__ = _local_class(type(module), mixin, names)
+
+
+@lru_cache(maxsize=None)
+def _local_class(cls: type, mixin: type, names: tuple[str, ...]) -> type:
+    properties = {name: property(partial(_read, name)) for name in names}
+    return type(f"Local{cls.__name__}", (mixin, cls), {**properties, "__module__": cls.__module__})
+
+
+def _read(name: str, module: Any) -> Any:
+    parameter = module._parameters[name]
+    if not module.tp_reading:
+        return parameter
+    summed = module.tp_summed.get(name)
+    return module.tp_readers[name](parameter.to_local() if summed is None else summed)
+
+
+def _reader(parameter: CompiledParameter, stream: Stream) -> Reader:
+    if parameter.added_once:
+        return partial(_share, 1 / stream.ranks.size)
+    if parameter.gradient is Gradient.STREAM and stream.sequence_parallel:
+        return partial(_complete_when_whole, stream)
+    return _as_it_is
+
+
+def _as_it_is(local: Tensor) -> Tensor:
+    return local
+
+
+def _share(factor: float, local: Tensor) -> Tensor:
+    return ScaleValue.apply(local, factor)
+
+
+def _complete_when_whole(stream: Stream, local: Tensor) -> Tensor:
+    """While the stream is whole the gradient is complete on every rank, and the sum over tp would count it tp times."""
+    return local if stream.cut else ScaleGradient.apply(local, 1 / stream.ranks.size)
+
+
+def _number_rows(module: nn.Embedding, stream: Stream) -> None:
+    """DTensor's chunks: all of ceil(n / tp) rows but the last ones, which may have fewer."""
+    weight = module._parameters["weight"]
+    assert isinstance(weight, DTensor)
+    module.tp_first_row = stream.ranks.rank * -(-module.num_embeddings // stream.ranks.size)  # type: ignore[assignment]
+    module.tp_rows = weight.to_local().shape[0]  # type: ignore[assignment]
+    if module.padding_idx is not None:  # F.embedding reads it as a row of the local weight
+        row = module.padding_idx - module.tp_first_row
+        module.padding_idx = row if 0 <= row < module.tp_rows else None

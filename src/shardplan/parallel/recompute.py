@@ -1,0 +1,29 @@
+"""Recomputation of a module's forward in the backward, without a wrapper: names and hooks stay where they are."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+class Recomputes:
+    """Mixin in front of a module's class: its ``forward`` keeps its inputs only and runs again in the backward."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        return checkpoint(super().forward, *args, use_reentrant=False, **kwargs)  # type: ignore[misc]
+
+
+def recompute_forward(module: nn.Module) -> None:
+    """Recompute what ``module.forward`` computes; its own edges, which are hooks, run once."""
+    module.__class__ = _recomputing_class(type(module))
+
+
+@lru_cache(maxsize=None)
+def _recomputing_class(cls: type) -> type:
+    return type(f"Recomputed{cls.__name__}", (Recomputes, cls), {"__module__": cls.__module__})

@@ -1,0 +1,83 @@
+"""A compiled module as a `ParallelStyle`: its parameters become DTensors, its edges become hooks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from shardplan.compiled import CompiledModule, CompiledParameter
+from shardplan.edges import Edge
+from shardplan.parallel.local import read_locally
+from shardplan.parallel.stream import Stream
+
+
+@dataclass
+class LocalStyle(ParallelStyle):
+    """Applies one `CompiledModule`.
+
+    Attributes:
+        compiled: what to do.
+        stream: the model's residual stream.
+        placed: parameters already placed, by identity; a tied parameter stays one. Shared by a model's styles.
+    """
+
+    compiled: CompiledModule
+    stream: Stream
+    placed: dict[int, nn.Parameter] = field(default_factory=dict)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for parameter in self.compiled.parameters:
+            self._place(module, parameter, device_mesh)
+        if self.compiled.parameters:
+            read_locally(module, self.compiled, self.stream)
+        if self.compiled.input is not None:
+            hook = partial(_convert_input, self.stream, self.compiled.input)
+            module.register_forward_pre_hook(hook, with_kwargs=True)
+        if self.compiled.output is not None:
+            module.register_forward_hook(partial(_convert_output, self.stream, self.compiled.output))
+        return module
+
+    def _place(self, module: nn.Module, parameter: CompiledParameter, mesh: DeviceMesh) -> None:
+        """Each rank keeps its part of its own weights: nothing is sent."""
+        current = module._parameters[parameter.name]
+        assert current is not None
+        if id(current) not in self.placed:
+            placement = Shard(parameter.placement.dim or 0) if parameter.sharded else Replicate()
+            local = distribute_tensor(current.detach(), mesh, [placement], src_data_rank=None)
+            self.placed[id(current)] = nn.Parameter(local, requires_grad=current.requires_grad)
+        module._parameters[parameter.name] = self.placed[id(current)]
+
+
+def _convert_input(
+    stream: Stream, edge: Edge, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Convert ``hidden_states`` where it goes by name, else the first argument."""
+    if "hidden_states" in kwargs:
+        return args, {**kwargs, "hidden_states": stream.convert(kwargs["hidden_states"], edge)}
+    if not args:
+        raise TypeError(
+            f"{type(module).__name__} was called without a positional argument or hidden_states, "
+            f"but its plan converts its input ({edge.conversion})"
+        )
+    return (stream.convert(args[0], edge), *args[1:]), kwargs
+
+
+def _convert_output(stream: Stream, edge: Edge, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """Convert the output, or the first element of a tuple of them."""
+    if isinstance(output, tuple):
+        return (stream.convert(output[0], edge), *output[1:])
+    return stream.convert(output, edge)
+
+
+def logits_as_dtensor(mesh: DeviceMesh, vocabulary: int, output: Tensor) -> DTensor:
+    """(batch, sequence, vocabulary / tp) per rank -> one DTensor, ``Shard(-1)``; no communication."""
+    shape = torch.Size((*output.shape[:-1], vocabulary))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(output, mesh, [Shard(output.ndim - 1)], run_check=False, shape=shape, stride=stride)

@@ -1,0 +1,233 @@
+"""Rules x modules -> one claim each.
+
+A rule speaks directly about what its pattern matches; some styles also claim the parameters of everything below.
+Among the rules that speak about a module the higher layer wins, then the more specific pattern; a claim that only
+reaches down is compared as if its pattern ended in ``.**``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Generic, TypeVar
+
+from shardplan.inventory import Inventory, ModuleInfo, ParameterInfo, ancestors
+from shardplan.patterns import Alternative, Pattern, Specificity
+from shardplan.plan import NULL, Plan, Recompute, Rule, Unit
+from shardplan.styles import EDGES_ONLY, REPLICATED_ON_PURPOSE, STYLES, Style
+
+Line = TypeVar("Line", Rule, Unit, Recompute)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A rule that speaks about one name. ``direct`` is False where the claim reaches down from a module above."""
+
+    rule: Rule
+    alternative: Alternative
+    style: Style | None  # None: the rule names a style that nobody knows
+    direct: bool
+
+    @property
+    def precedence(self) -> tuple[int, Specificity]:
+        return self.rule.layer.rank, self.alternative.specificity(subtree=not self.direct)
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What one alternative of a pattern matched."""
+
+    alternative: Alternative
+    fqns: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Matched(Generic[Line]):
+    """A line of the plan with what it matched, one entry for each alternative of its pattern."""
+
+    line: Line
+    matches: tuple[Match, ...]
+
+    @property
+    def fqns(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(fqn for match in self.matches for fqn in match.fqns))
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedParameter:
+    """A parameter and the rule that decides about it; ``claim`` None means that no rule does."""
+
+    info: ParameterInfo
+    claim: Rule | None
+    style: Style | None
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedModule:
+    """A module, the rule that speaks directly about it, and the block that it is part of.
+
+    Attributes:
+        rule, style: the winning direct rule; None where no rule speaks or a claim from above overrides it.
+        block: fqn of the nearest module above whose style opens a block.
+        speakers: every rule that spoke about the module, the winner first.
+    """
+
+    info: ModuleInfo
+    rule: Rule | None
+    style: Style | None
+    parameters: tuple[ResolvedParameter, ...]
+    block: str | None
+    speakers: tuple[Candidate, ...]
+
+    @property
+    def fqn(self) -> str:
+        return self.info.fqn
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """Two rules of equal precedence that say different things about one name."""
+
+    fqn: str
+    first: Rule
+    second: Rule
+
+
+@dataclass(frozen=True)
+class ResolvedPlan:
+    """A plan laid over a model: what each rule matched and which rule decides about each module and parameter."""
+
+    plan: Plan
+    inventory: Inventory
+    styles: Mapping[str, Style]
+    root: str | None
+    modules: tuple[ResolvedModule, ...]
+    rules: tuple[Matched[Rule], ...]
+    units: tuple[Matched[Unit], ...]
+    recompute: tuple[Matched[Recompute], ...]
+    ties: tuple[Tie, ...]
+
+    @cached_property
+    def by_fqn(self) -> dict[str, ResolvedModule]:
+        return {module.fqn: module for module in self.modules}
+
+    def children(self, fqn: str) -> Iterator[ResolvedModule]:
+        """The modules whose nearest block is ``fqn``."""
+        return (module for module in self.modules if module.block == fqn)
+
+
+def resolve(plan: Plan, inventory: Inventory, styles: Mapping[str, Style] = STYLES) -> ResolvedPlan:
+    """Lay ``plan`` over ``inventory``. Nothing is refused here: what does not fit is kept as data for `check`."""
+    root = find_root(plan, inventory)
+    names = _names(inventory)
+    rules = tuple(Matched(rule, _match(rule.pattern, root, names)) for rule in plan.rules)
+    candidates = _candidates(rules, styles)
+    ties: list[Tie] = []
+    resolver = _Resolver(inventory, candidates, ties)
+    modules = tuple(resolver.module(info) for info in inventory.modules)
+    module_names = {fqn: cls for fqn, cls in names.items() if fqn in inventory.by_fqn}
+    return ResolvedPlan(
+        plan=plan,
+        inventory=inventory,
+        styles=styles,
+        root=root,
+        modules=modules,
+        rules=rules,
+        units=tuple(Matched(unit, _match(unit.pattern, root, module_names)) for unit in plan.units),
+        recompute=tuple(
+            Matched(entry, _match(entry.pattern, root, module_names)) for entry in plan.recompute or ()
+        ),
+        ties=tuple(ties),
+    )
+
+
+def find_root(plan: Plan, inventory: Inventory) -> str | None:
+    """What a leading dot stands for: the first root that exists; the model itself where the plan names none."""
+    if not plan.roots:
+        return ""
+    return next((root for root in plan.roots if root in inventory.by_fqn), None)
+
+
+def _names(inventory: Inventory) -> dict[str, str]:
+    """Everything a pattern may match, with the class name that ``@`` looks at: modules, then parameters."""
+    names = {module.fqn: module.class_name for module in inventory.modules}
+    for module in inventory.modules:
+        names.update((parameter.fqn, module.class_name) for parameter in module.parameters)
+    return names
+
+
+def _match(pattern: Pattern, root: str | None, names: Mapping[str, str]) -> tuple[Match, ...]:
+    return tuple(_match_alternative(alternative, root, names) for alternative in pattern.alternatives)
+
+
+def _match_alternative(alternative: Alternative, root: str | None, names: Mapping[str, str]) -> Match:
+    if alternative.relative and root is None:
+        return Match(alternative, ())
+    absolute = alternative.rooted(root or "") if alternative.relative else alternative
+    return Match(absolute, tuple(fqn for fqn, class_name in names.items() if absolute.matches(fqn, class_name)))
+
+
+def _style_of(rule: Rule, styles: Mapping[str, Style]) -> Style | None:
+    if rule.style is None:
+        return EDGES_ONLY
+    return REPLICATED_ON_PURPOSE if rule.style == NULL else styles.get(rule.style)
+
+
+def _candidates(rules: Iterable[Matched[Rule]], styles: Mapping[str, Style]) -> dict[str, list[Candidate]]:
+    found: dict[str, list[Candidate]] = {}
+    for matched in rules:
+        style = _style_of(matched.line, styles)
+        for match in matched.matches:
+            for fqn in match.fqns:
+                found.setdefault(fqn, []).append(Candidate(matched.line, match.alternative, style, direct=True))
+    return found
+
+
+class _Resolver:
+    """Decides module by module, parents first, so that claims from above are at hand."""
+
+    def __init__(self, inventory: Inventory, candidates: Mapping[str, list[Candidate]], ties: list[Tie]) -> None:
+        self.direct = candidates
+        self.ties = ties
+        self.reaching_down: dict[str, tuple[Candidate, ...]] = {}
+        self.blocks: dict[str, str | None] = {}
+
+    def module(self, info: ModuleInfo) -> ResolvedModule:
+        parent = next(ancestors(info.fqn), None)
+        inherited = self.reaching_down.get(parent, ()) if parent is not None else ()
+        speakers = self._ranked(info.fqn, inherited)
+        winner = speakers[0] if speakers and speakers[0].direct else None
+        self.reaching_down[info.fqn] = tuple(
+            Candidate(c.rule, c.alternative, c.style, direct=False) for c in speakers if c.style and c.style.subtree
+        )
+        block = self.blocks.get(parent) if parent is not None else None
+        opens = winner is not None and winner.style is not None and winner.style.opens_block
+        self.blocks[info.fqn] = info.fqn if opens else block
+        return ResolvedModule(
+            info=info,
+            rule=winner.rule if winner else None,
+            style=winner.style if winner else None,
+            parameters=tuple(self._parameter(parameter, speakers) for parameter in info.parameters),
+            block=block,
+            speakers=speakers,
+        )
+
+    def _parameter(self, info: ParameterInfo, of_module: tuple[Candidate, ...]) -> ResolvedParameter:
+        speakers = self._ranked(info.fqn, of_module)
+        claim = next((c for c in speakers if c.style is None or c.style.claims), None)
+        return ResolvedParameter(info, claim.rule if claim else None, claim.style if claim else None)
+
+    def _ranked(self, fqn: str, others: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+        """All that speak about ``fqn``, the winner first; a tie between different sayings is noted."""
+        ranked = sorted((*self.direct.get(fqn, ()), *others), key=lambda c: c.precedence, reverse=True)
+        if len(ranked) > 1:
+            first, second = ranked[:2]
+            if first.precedence == second.precedence and first.rule.says() != second.rule.says():
+                if (first.direct, second.direct) == (True, True) and not _known(self.ties, first.rule, second.rule):
+                    self.ties.append(Tie(fqn, first.rule, second.rule))
+        return tuple(ranked)
+
+
+def _known(ties: Iterable[Tie], first: Rule, second: Rule) -> bool:
+    return any({id(tie.first), id(tie.second)} == {id(first), id(second)} for tie in ties)
