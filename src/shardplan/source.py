@@ -71,8 +71,8 @@ def parse_source(text: str, file: str) -> Source:
         raise PlanError([_syntax_error(error, text, file)]) from None
     except RecursionError:
         raise PlanError([_too_deep(Location(file))]) from None
-    if root is None:
-        message = "the file is empty" if not text.strip() else "the file holds nothing but comments"
+    if root is None or (root.tag == _NULL and root.value == ""):
+        message = "the file holds nothing but comments" if "#" in text else "the file is empty"
         raise PlanError([Diagnostic("SP001", message, where=Location(file), hint="a plan starts with 'format: 1'")])
     walk = _Walk(text, file)
     data = walk.value(root, ())
@@ -124,8 +124,8 @@ def _explained(error: yaml.MarkedYAMLError) -> tuple[yaml.Mark | None, str, str]
     if "'\\t'" in problem:
         return error.problem_mark, "a tab where YAML wants spaces", "indent with spaces"
     if "mapping values are not allowed here" in problem:
-        hint = "quote a value that holds ': ', and put each key on its own line"
-        return error.problem_mark, "a second ': ' on one line", hint
+        hint = "quote a value that holds ': ', put each key on its own line, and check the line above for its ':'"
+        return error.problem_mark, "': ' where no key can end", hint
     if "expected a single document" in context:
         return error.problem_mark, "a second document ('---') in one file", "write one plan per file"
     return error.problem_mark or error.context_mark, problem, ""
