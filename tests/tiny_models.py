@@ -1,0 +1,57 @@
+"""Tiny models of every family, built from configs: random weights, with norms and biases away from their defaults.
+
+At its defaults, one and zero, a norm or a bias hides what went wrong with it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+VOCABULARY = 256
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 128,
+}
+BIASED = {"attention_bias": True, "mlp_bias": True}
+
+# name -> model class, config class, what its config says beyond SIZES
+MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {}),
+    "llama-tied": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": True}),
+    "llama-biased": (LlamaForCausalLM, LlamaConfig, BIASED),
+    "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": 8}),
+}
+
+
+def config(name: str, **changes: Any) -> Any:
+    """The config of a tiny model with ``changes``."""
+    _, config_class, own = MODELS[name]
+    return config_class(**{**SIZES, **own, **changes})
+
+
+def build(name: str, **changes: Any) -> nn.Module:
+    """The same weights in every process. ``changes`` go into the config."""
+    torch.manual_seed(0)
+    model: nn.Module = MODELS[name][0](config(name, **changes))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model
+
+
+def build_meta(name: str, **changes: Any) -> nn.Module:
+    """The same model without weights."""
+    with torch.device("meta"):
+        model: nn.Module = MODELS[name][0](config(name, **changes))
+    return model

@@ -1,0 +1,9 @@
+"""Every tolerance of the suite, in fp32 on gloo. They are part of the contract: never relaxed to get green."""
+
+LOGITS = 1e-5  # largest absolute difference
+LOSS = 1e-6  # relative
+GRADIENT = 1e-4  # |diff| <= GRADIENT |g| + GRADIENT_FLOOR |all gradients|, per tensor: some true gradients are ~1e-10
+GRADIENT_FLOOR = 1e-7
+NORM = 1e-5  # relative, of the gradient norm
+PARAMETER = 1e-4  # |diff| <= PARAMETER |p| + PARAMETER_LR lr sqrt(numel), after AdamW steps
+PARAMETER_LR = 0.01
