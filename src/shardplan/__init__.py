@@ -31,7 +31,7 @@ _HOMES = {
     "Plan": "plan",
 }
 
-__all__ = sorted(_HOMES)  # noqa: PLE0605
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

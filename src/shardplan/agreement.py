@@ -34,21 +34,20 @@ def require(
     Raises:
         PlanError: ``findings``, or SP303 where another rank refused, compiled something else, or holds other weights.
     """
-    refused, same_plan = _compare([int(compiled is None), _fingerprint(compiled)], mesh)
+    alike, same_plan = _compare([int(compiled is None), _fingerprint(compiled)], mesh)
     if compiled is None:
         raise PlanError(findings)
-    if not refused or not same_plan:
-        raise PlanError([_disagreement("another rank refused the plan" if not refused else "ranks compiled different plans",
-                                       "the same model, plan and options on every rank")])  # fmt: skip
+    if not alike or not same_plan:
+        message = "ranks compiled different plans" if alike else "another rank refused the plan"
+        raise PlanError([_disagreement(message, "the same model, plan and options on every rank")])
     names = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
     weights = [checksum(parameter) for parameter in model.parameters() if not parameter.is_meta]
     unequal = [name for name, equal in zip(names, _compare(weights, mesh), strict=True) if not equal]
     if unequal:
         more = f" and {len(unequal) - MOST_NAMED} more" if len(unequal) > MOST_NAMED else ""
-        raise PlanError([_disagreement(
-            f"ranks hold different weights in {', '.join(unequal[:MOST_NAMED])}{more}",
-            "equal weights on every rank: seed alike, load the same checkpoint, or broadcast them from rank 0",
-        )])  # fmt: skip
+        message = f"ranks hold different weights in {', '.join(unequal[:MOST_NAMED])}{more}"
+        expected = "equal weights on every rank: seed alike, load the same checkpoint, or broadcast them from rank 0"
+        raise PlanError([_disagreement(message, expected)])
 
 
 def checksum(parameter: Tensor) -> int:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardplan.check import check
 from shardplan.checks.target import Target
 from shardplan.compiled import CompiledPlan
-from shardplan.diagnostics import Diagnostic, Location, PlanError, errors
+from shardplan.diagnostics import Diagnostic, PlanError, errors
 from shardplan.inventory import Inventory, take_inventory
-from shardplan.load import load_plan
 from shardplan.lower import lower
-from shardplan.merge import merge, resolve_layers
+from shardplan.merge import PlanSource, read_plan
 from shardplan.mesh import MeshSpec, mesh_spec, parse_mesh
 from shardplan.plan import Plan
 from shardplan.resolve import resolve
@@ -23,18 +20,6 @@ from shardplan.styles import STYLES, Style
 if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
-
-PlanSource = str | Path | Plan
-
-
-def read_plan(plan: PlanSource | Sequence[PlanSource]) -> Plan:
-    """Load a plan, or layers of which later ones win, with everything that they extend, and merge them.
-
-    Raises:
-        PlanError: a file cannot be read or is not a plan.
-    """
-    sources = [plan] if isinstance(plan, str | Path | Plan) else list(plan)
-    return merge([layer for source in sources for layer in resolve_layers(load_plan(source))])
 
 
 def check_plan(

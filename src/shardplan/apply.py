@@ -19,7 +19,6 @@ from shardplan.parallel.recompute import recompute_forward
 from shardplan.parallel.stream import Stream, begin, end
 from shardplan.parallel.style import LocalStyle, logits_as_dtensor
 from shardplan.plan import MixedPrecision
-from shardplan.styles import Gradient
 
 APPLIED = "_shardplan"  # the attribute of a model under which its `Applied` is found
 
@@ -70,7 +69,8 @@ def _shard_over_tp(model: nn.Module, compiled: CompiledPlan, tp: DeviceMesh) -> 
     for module in compiled.modules:
         LocalStyle(module, stream, placed)._apply(model.get_submodule(module.fqn), tp)
     if compiled.sequence_parallel:
-        assert compiled.decoder is not None and compiled.gather is not None
+        assert compiled.decoder is not None
+        assert compiled.gather is not None
         model.get_submodule(compiled.decoder).register_forward_pre_hook(partial(begin, stream), with_kwargs=True)
         model.get_submodule(compiled.gather).register_forward_hook(partial(end, stream))
     return stream
@@ -83,7 +83,9 @@ def _finish_logits(model: nn.Module, head: Head, tp: DeviceMesh, applied: Applie
         model.loss_function = causal_lm_loss  # type: ignore[assignment]
 
 
-def _logits(applied: Applied, tp: DeviceMesh, vocabulary: int, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+def _logits(
+    applied: Applied, tp: DeviceMesh, vocabulary: int, _module: nn.Module, _args: Any, output: Tensor
+) -> Tensor:
     logits = logits_as_dtensor(tp, vocabulary, output)
     return logits.full_tensor() if applied.gathered else logits
 
@@ -126,13 +128,7 @@ def _mixed_precision(policy: MixedPrecision | None) -> MixedPrecisionPolicy:
 
 
 def _sum_gradients(model: nn.Module, compiled: CompiledPlan, units: list[FSDPModule], ranks: Ranks) -> None:
-    summed = {Gradient.PARTIAL, Gradient.STREAM} if compiled.sequence_parallel else {Gradient.PARTIAL}
-    partial_gradients = [
-        (module.fqn, parameter.name)
-        for module in compiled.modules
-        for parameter in module.parameters
-        if parameter.gradient in summed
-    ]
+    partial_gradients = [(module.fqn, parameter.name) for module, parameter in compiled.summed_parameters()]
     owners: list[Owner] = [(model.get_submodule(fqn), name) for fqn, name in partial_gradients]
     if units:
         sum_in_units(units, owners, ranks)

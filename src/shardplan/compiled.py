@@ -8,6 +8,7 @@ from functools import cached_property
 
 from shardplan.diagnostics import Location
 from shardplan.edges import Edge
+from shardplan.inventory import ancestors
 from shardplan.layouts import Layout
 from shardplan.mesh import MeshSpec
 from shardplan.plan import Layer, MixedPrecision
@@ -117,6 +118,31 @@ class CompiledPlan:
             for parameter in module.parameters:
                 first.setdefault(parameter.identity, parameter)
         return tuple(first.values())
+
+    @property
+    def summed_gradients(self) -> frozenset[Gradient]:
+        """Which gradients of replicated parameters are summed over tp after a backward."""
+        if not self.mesh.has_tp:
+            return frozenset()
+        return frozenset({Gradient.PARTIAL, Gradient.STREAM} if self.sequence_parallel else {Gradient.PARTIAL})
+
+    def summed_parameters(self) -> Iterator[tuple[CompiledModule, CompiledParameter]]:
+        """The replicated parameters whose gradients are summed over tp, with their modules."""
+        for module in self.modules:
+            for parameter in module.parameters:
+                if parameter.gradient in self.summed_gradients:
+                    yield module, parameter
+
+    def unit_around(self, fqn: str) -> str:
+        """The FSDP2 unit that holds a parameter: the innermost one above it, or "", the model."""
+        units = {unit.fqn for unit in self.units}
+        return next((name for name in ancestors(fqn) if name in units), "")
+
+    def coalesced_sums(self) -> frozenset[str]:
+        """The FSDP2 units that end their backward with a sum over tp; the model alone without a dp axis."""
+        if not self.mesh.has_dp:
+            return frozenset({""} if any(True for _ in self.summed_parameters()) else ())
+        return frozenset(self.unit_around(parameter.fqn) for _, parameter in self.summed_parameters())
 
     def collectives(self) -> Iterator[tuple[CompiledModule, str, str]]:
         """Every tp collective of one step: module, direction (forward or backward), name."""

@@ -112,4 +112,5 @@ CODES = {
     "SP304": "an option that needs something the mesh or the model lacks",
     # could not check
     "SP901": "the model cannot be found or built",
+    "SP902": "only the file was checked",
 }

@@ -42,7 +42,7 @@ class Edge:
         return self.cut if sequence_parallel else self.whole
 
 
-class UnsupportedConversion(ValueError):
+class UnsupportedConversionError(ValueError):
     """A conversion for which no collective is defined."""
 
 
@@ -66,10 +66,11 @@ def lower_edge(conversion: Conversion, *, read_in_parts: bool) -> Edge:
 
     Args:
         conversion: the layouts before and after.
-        read_in_parts: whether the reader behind the edge uses the result in parts, so that its gradients add up over tp.
+        read_in_parts: whether the reader behind the edge uses the result in parts, so that its gradients
+            add up over tp.
 
     Raises:
-        UnsupportedConversion: no collective leads from one layout to the other.
+        UnsupportedConversionError: no collective leads from one layout to the other.
     """
     return Edge(
         conversion,
@@ -92,7 +93,7 @@ def _collective(conversion: Conversion, read_in_parts: bool, *, sequence_paralle
     key = (source.kind, target.kind)
     table = {**_CONVERSIONS, **_CONVERSIONS_FOR_PARTS} if read_in_parts else _CONVERSIONS
     if key not in table:
-        raise UnsupportedConversion(f"there is no collective from {source} to {target}")
+        raise UnsupportedConversionError(f"there is no collective from {source} to {target}")
     pair = table[key]
     dim = source.dim if source.dim is not None else target.dim
     return Collective(*pair, dim=dim or 0) if pair else None

@@ -32,7 +32,7 @@ class ParameterInfo:
 
 @dataclass(frozen=True, slots=True)
 class HeadInfo:
-    """How an attention module divides its width: ``heads`` query heads and ``kv_heads`` key-value heads of ``head_dim``."""
+    """How an attention module divides its width: ``heads`` query and ``kv_heads`` key-value heads of ``head_dim``."""
 
     heads: int
     kv_heads: int

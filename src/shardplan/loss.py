@@ -1,7 +1,8 @@
 """Cross entropy on logits that stay sharded over the vocabulary.
 
-With x the fp32 logits of one token, t its label and V the vocabulary: loss = logsumexp(x) - (1 - s) x_t - (s / V) sum(x)
-for label smoothing s. Two small all-reduces per call: the maximum, then the sums, as in Megatron-LM (Shoeybi et al. 2019).
+With x the fp32 logits of one token, t its label, V the vocabulary and s the label smoothing, the loss is
+logsumexp(x) - (1 - s) x_t - (s / V) sum(x). Two small all-reduces per call, the maximum and then the sums, as in
+Megatron-LM (Shoeybi et al. 2019).
 """
 
 from __future__ import annotations
@@ -73,11 +74,11 @@ def log_probs(logits: Tensor, labels: Tensor, *, ignore_index: int = -100) -> Te
 def causal_lm_loss(
     logits: Tensor,
     labels: Tensor | None,
-    vocab_size: int,
+    vocab_size: int,  # noqa: ARG001 - the signature is transformers'
     num_items_in_batch: Tensor | int | None = None,
     ignore_index: int = -100,
     shift_labels: Tensor | None = None,
-    **kwargs: Any,
+    **kwargs: Any,  # noqa: ARG001
 ) -> Tensor:
     """What transformers computes for ``labels=``, on sharded logits: its ``ForCausalLMLoss``, argument for argument.
 
@@ -155,10 +156,11 @@ class _TokenLoss(Function):
         counts = labels != ignore_index
         ctx.save_for_backward(x, columns, here, counts, maximum + exponentials.log())
         ctx.smoothing, ctx.vocabulary = smoothing, vocabulary
-        return losses.masked_fill(~counts, 0)
+        counted: Tensor = losses.masked_fill(~counts, 0)
+        return counted
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, columns, here, counts, logsumexp = ctx.saved_tensors
         grad = grad.masked_fill(~counts, 0)
         gradient = torch.empty_like(x)

@@ -25,7 +25,7 @@ def lower(resolved: ResolvedPlan, mesh: MeshSpec, *, sequence_parallel: bool) ->
     """Compile a plan that `check` has passed.
 
     Raises:
-        UnsupportedConversion: an edge has no collective (`check` reports these with their place).
+        UnsupportedConversionError: an edge has no collective (`check` reports these with their place).
     """
     plan = resolved.plan
     stream = ResidualStream(resolved)

@@ -14,6 +14,17 @@ from shardplan.plan import Layer, MixedPrecision, Plan, Recompute, Reference, Ru
 
 T = TypeVar("T")
 Ranked = TypeVar("Ranked", Rule, Unit, Recompute)
+PlanSource = str | Path | Plan
+
+
+def read_plan(plan: PlanSource | Sequence[PlanSource]) -> Plan:
+    """Load a plan, or layers of which later ones win, with everything that they extend, and merge them.
+
+    Raises:
+        PlanError: a file cannot be read or is not a plan.
+    """
+    sources = [plan] if isinstance(plan, str | Path | Plan) else list(plan)
+    return merge([layer for source in sources for layer in resolve_layers(load_plan(source))])
 
 
 def resolve_layers(plan: Plan) -> tuple[Plan, ...]:

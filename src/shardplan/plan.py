@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from shardplan.diagnostics import Location
-from shardplan.layouts import Conversion
+from shardplan.layouts import STREAM, Conversion
 from shardplan.patterns import Pattern
 
 LayerKind = Literal["hf", "shipped", "user"]
@@ -119,3 +119,9 @@ class Plan:
     extends: str | None = None
     extends_where: Location | None = None
     fallback: Literal["hf", "none"] | None = None
+
+    @property
+    def speaks_of_stream(self) -> bool:
+        """Whether a rule says where the residual stream is cut; without one sequence parallelism means nothing."""
+        edges = (edge for rule in self.rules for edge in (rule.input, rule.output) if edge)
+        return any(STREAM in (edge.source, edge.target) for edge in edges)

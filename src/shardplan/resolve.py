@@ -124,7 +124,7 @@ def resolve(plan: Plan, inventory: Inventory, styles: Mapping[str, Style] = STYL
     rules = tuple(Matched(rule, _match(rule.pattern, root, names)) for rule in plan.rules)
     candidates = _candidates(rules, styles)
     ties: list[Tie] = []
-    resolver = _Resolver(inventory, candidates, ties)
+    resolver = _Resolver(candidates, ties)
     modules = tuple(resolver.module(info) for info in inventory.modules)
     module_names = {fqn: cls for fqn, cls in names.items() if fqn in inventory.by_fqn}
     return ResolvedPlan(
@@ -135,9 +135,7 @@ def resolve(plan: Plan, inventory: Inventory, styles: Mapping[str, Style] = STYL
         modules=modules,
         rules=rules,
         units=tuple(Matched(unit, _match(unit.pattern, root, module_names)) for unit in plan.units),
-        recompute=tuple(
-            Matched(entry, _match(entry.pattern, root, module_names)) for entry in plan.recompute or ()
-        ),
+        recompute=tuple(Matched(entry, _match(entry.pattern, root, module_names)) for entry in plan.recompute or ()),
         ties=tuple(ties),
     )
 
@@ -187,7 +185,7 @@ def _candidates(rules: Iterable[Matched[Rule]], styles: Mapping[str, Style]) -> 
 class _Resolver:
     """Decides module by module, parents first, so that claims from above are at hand."""
 
-    def __init__(self, inventory: Inventory, candidates: Mapping[str, list[Candidate]], ties: list[Tie]) -> None:
+    def __init__(self, candidates: Mapping[str, list[Candidate]], ties: list[Tie]) -> None:
         self.direct = candidates
         self.ties = ties
         self.reaching_down: dict[str, tuple[Candidate, ...]] = {}
@@ -221,12 +219,14 @@ class _Resolver:
     def _ranked(self, fqn: str, others: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
         """All that speak about ``fqn``, the winner first; a tie between different sayings is noted."""
         ranked = sorted((*self.direct.get(fqn, ()), *others), key=lambda c: c.precedence, reverse=True)
-        if len(ranked) > 1:
-            first, second = ranked[:2]
-            if first.precedence == second.precedence and first.rule.says() != second.rule.says():
-                if (first.direct, second.direct) == (True, True) and not _known(self.ties, first.rule, second.rule):
-                    self.ties.append(Tie(fqn, first.rule, second.rule))
+        if len(ranked) > 1 and _conflict(*ranked[:2]) and not _known(self.ties, ranked[0].rule, ranked[1].rule):
+            self.ties.append(Tie(fqn, ranked[0].rule, ranked[1].rule))
         return tuple(ranked)
+
+
+def _conflict(first: Candidate, second: Candidate) -> bool:
+    equal = first.precedence == second.precedence and first.direct and second.direct
+    return equal and first.rule.says() != second.rule.says()
 
 
 def _known(ties: Iterable[Tie], first: Rule, second: Rule) -> bool:

@@ -64,7 +64,7 @@ class Style:
 
     @property
     def reads_in_parts(self) -> bool:
-        """Whether each rank uses the whole input for its own part of the work, so that input gradients add up over tp."""
+        """Whether each rank uses the whole input for its own part of the work: input gradients then add up over tp."""
         return self.opens_block or self.split is Split.OUTPUT
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from shardplan.checks.target import Target, general
 from shardplan.diagnostics import Diagnostic, Location
-from shardplan.edges import UnsupportedConversion, lower_edge
+from shardplan.edges import UnsupportedConversionError, lower_edge
 from shardplan.inventory import ancestors
 from shardplan.layouts import REPLICATE, STREAM, Layout
 from shardplan.lower import split_dim
@@ -38,8 +38,8 @@ def _block_members(target: Target, block: ResolvedModule) -> Iterator[Diagnostic
             where=(splitting[0].rule.where if splitting and splitting[0].rule else where),
             subject=general(member.fqn),
             expected="every linear between the block's edges is split",
-            hint=f"add {_last(member.fqn)} to the colwise group if it reads the block's input like {siblings}, or make it "
-            f"rowwise if it reads what they produce",
+            hint=f"make {_last(member.fqn)} colwise if it reads the block's input like {siblings}, rowwise if it reads "
+            "what they produce",
         )
     if not adding and not whole:
         yield Diagnostic(
@@ -76,7 +76,7 @@ def _unsupported(target: Target) -> Iterator[Diagnostic]:
                 continue
             try:
                 lower_edge(conversion, read_in_parts=module.style is not None and module.style.reads_in_parts)
-            except UnsupportedConversion as unsupported:
+            except UnsupportedConversionError as unsupported:
                 yield _edge_fault(target, module, f"{general(module.fqn)} converts {conversion}, but {unsupported}")
 
 
@@ -95,11 +95,12 @@ def _stream_ends(target: Target) -> Iterator[Diagnostic]:
             hint="cut it at the first decoder layer: `.layers.0: {input: replicate -> stream}`",
         )  # fmt: skip
     if len(stream.cuts) > 1 or (first is not None and from_embedding):
-        others = [general(m.fqn) for m in stream.cuts[1:]] or [f"{embedding.fqn}'s output"] if embedding else []
+        places = [general(m.fqn) for m in stream.cuts] + (["the embedding's output"] if from_embedding else [])
         yield _stream_fault(
-            f"the residual stream is cut more than once: at {first.fqn if first else ''} and at {', '.join(others)}", where,
+            f"the residual stream is cut more than once: at {', '.join(dict.fromkeys(places))}",
+            first.rule.where if first and first.rule else where,
             hint="cut it once, at the first decoder layer",
-        )  # fmt: skip
+        )
     elif first is not None and not _is_first_member(target, first):
         yield _stream_fault(
             f"the residual stream is cut at {first.fqn}, which is not the first decoder layer",
@@ -134,7 +135,9 @@ def _on_the_stream(target: Target) -> Iterator[Diagnostic]:
         taken, given = input_conversion(module), output_conversion(module)
         opens = module.style is not None and module.style.opens_block
         if (opens or target.sequence_parallel) and taken and taken.source != STREAM and module not in stream.cuts:
-            yield _edge_fault(target, module, f"{general(module.fqn)} takes {taken.source}, but the stream runs there", STREAM)
+            yield _edge_fault(
+                target, module, f"{general(module.fqn)} takes {taken.source}, but the stream runs there", STREAM
+            )
         if (opens or target.sequence_parallel) and given and given.target != STREAM:
             yield _edge_fault(target, module, f"{general(module.fqn)} gives {given.target} to the stream", STREAM)
         if opens and taken and taken.target != REPLICATE:
@@ -177,7 +180,9 @@ def check_gradients(target: Target) -> Iterator[Diagnostic]:
             elif stream.carries(module.fqn) and module.block is None and target.sequence_parallel and (
                 style.gradient is Gradient.COMPLETE and style.split is Split.NONE and parameter.info.trainable
             ):  # fmt: skip
-                fault = f"{style.name} runs on the cut residual stream, where its gradient covers one part of the sequence"
+                fault = (
+                    f"{style.name} runs on the cut residual stream, where its gradient covers one part of the sequence"
+                )
                 hint = "use sequence_parallel"
             if fault:
                 name = general(parameter.info.fqn)

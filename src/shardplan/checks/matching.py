@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from shardplan.checks.target import Target, count, general, nearest, size
 from shardplan.diagnostics import Diagnostic, Severity
@@ -57,23 +58,27 @@ def check_dead_rules(target: Target) -> Iterator[Diagnostic]:
     if target.resolved.root is None:
         return
     plan = target.resolved
-    for code, lines in (("SP102", plan.rules), ("SP108", plan.units), ("SP108", plan.recompute)):
-        for matched in lines:
+    lines: tuple[tuple[str, tuple[Matched[Any], ...]], ...]
+    lines = (("SP102", plan.rules), ("SP108", plan.units), ("SP108", plan.recompute))
+    for code, matched_lines in lines:
+        for matched in matched_lines:
             for match in matched.matches:
                 if not match.fqns:
                     yield _dead(code, target, matched, match)
 
 
-def _dead(code: str, target: Target, matched: Matched[object], match: Match) -> Diagnostic:
+def _dead(code: str, target: Target, matched: Matched[Any], match: Match) -> Diagnostic:
     line = matched.line
-    pattern: Pattern = line.pattern  # type: ignore[attr-defined]
-    layer: Layer = line.layer  # type: ignore[attr-defined]
+    pattern: Pattern = line.pattern
+    layer: Layer = line.layer
     severity = Severity.NOTE if pattern.optional else Severity.WARNING if layer.kind == "hf" else Severity.ERROR
-    several = f", one of {len(pattern.alternatives)} alternatives of {pattern}," if len(pattern.alternatives) > 1 else ""
+    several = (
+        f", one of {len(pattern.alternatives)} alternatives of {pattern}," if len(pattern.alternatives) > 1 else ""
+    )
     return Diagnostic(
         code,
         f"{match.alternative.text}{several} matches nothing in {target.resolved.inventory.architectures[0]}",
-        where=line.where,  # type: ignore[attr-defined]
+        where=line.where,
         subject=match.alternative.text,
         expected="" if pattern.optional else "at least one module or parameter",
         hint=_suggestion(target, match),

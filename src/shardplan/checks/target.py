@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 from shardplan.mesh import MeshSpec
 from shardplan.residual import ResidualStream
@@ -19,7 +20,7 @@ class Target:
     mesh: MeshSpec
     sequence_parallel: bool
 
-    @property
+    @cached_property
     def stream(self) -> ResidualStream:
         return ResidualStream(self.resolved)
 

@@ -49,7 +49,8 @@ def reduce_scatter_mean(x: Tensor, dim: int, ranks: Ranks) -> Tensor:
 
 def chunk(x: Tensor, dim: int, ranks: Ranks) -> Tensor:
     """This rank's chunk along ``dim``: (..., n, ...) -> (..., n / size, ...)."""
-    return x.unflatten(dim, (ranks.size, -1)).select(dim % x.ndim, ranks.rank).contiguous()
+    chunks: Tensor = x.unflatten(dim, (ranks.size, -1))
+    return chunks.select(dim % x.ndim, ranks.rank).contiguous()
 
 
 def multiply(x: Tensor, dim: int, ranks: Ranks) -> Tensor:
@@ -71,7 +72,7 @@ class _Convert(Function):
         return out.view_as(out) if out is x else out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         backward, dim, ranks = ctx.mirror
         return OPERATIONS[backward](grad, dim, ranks), None, None, None, None
 
@@ -91,7 +92,7 @@ class ScaleGradient(Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad * ctx.factor, None
 
 
@@ -103,7 +104,7 @@ class ScaleValue(Function):
         return x * factor
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -56,5 +56,4 @@ def _sum_parts(parameters: list[Any], summed: tuple[bool, ...], ranks: Ranks, fl
 def _parameter(owner: Owner) -> DTensor:
     module, name = owner
     parameter = module._parameters[name]
-    assert isinstance(parameter, DTensor)
-    return parameter
+    return cast(DTensor, parameter)

@@ -8,11 +8,10 @@ recomputation calls ``forward`` without the module's hooks and leaves it by an e
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import cache, partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from shardplan.compiled import CompiledModule, CompiledParameter
 from shardplan.parallel.collectives import ScaleGradient, ScaleValue
@@ -50,7 +49,7 @@ class ReadsOwnRows(ReadsLocally):
         return super().forward(rows.masked_fill(elsewhere, 0)).masked_fill(elsewhere.unsqueeze(-1), 0)
 
 
-def read_locally(module: nn.Module, compiled: CompiledModule, stream: Stream) -> None:
+def read_locally(module: Any, compiled: CompiledModule, stream: Stream) -> None:
     """Turn ``module``, whose parameters are DTensors over tp by now, into one that reads them locally."""
     names = tuple(parameter.name for parameter in compiled.parameters)
     mixin = ReadsOwnRows if compiled.splits_vocabulary else ReadsLocally
@@ -58,10 +57,10 @@ def read_locally(module: nn.Module, compiled: CompiledModule, stream: Stream) ->
     module.tp_readers = {parameter.name: _reader(parameter, stream) for parameter in compiled.parameters}
     if isinstance(module, nn.Embedding) and compiled.splits_vocabulary:
         _number_rows(module, stream)
-    module.__class__ = _local_class(type(module), mixin, names)
+    module.__class__ = _local_class(module.__class__, mixin, names)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _local_class(cls: type, mixin: type, names: tuple[str, ...]) -> type:
     properties = {name: property(partial(_read, name)) for name in names}
     return type(f"Local{cls.__name__}", (mixin, cls), {**properties, "__module__": cls.__module__})
@@ -88,20 +87,23 @@ def _as_it_is(local: Tensor) -> Tensor:
 
 
 def _share(factor: float, local: Tensor) -> Tensor:
-    return ScaleValue.apply(local, factor)
+    share: Tensor = ScaleValue.apply(local, factor)
+    return share
 
 
 def _complete_when_whole(stream: Stream, local: Tensor) -> Tensor:
     """While the stream is whole the gradient is complete on every rank, and the sum over tp would count it tp times."""
-    return local if stream.cut else ScaleGradient.apply(local, 1 / stream.ranks.size)
+    if stream.cut:
+        return local
+    scaled: Tensor = ScaleGradient.apply(local, 1 / stream.ranks.size)
+    return scaled
 
 
-def _number_rows(module: nn.Embedding, stream: Stream) -> None:
+def _number_rows(module: Any, stream: Stream) -> None:
     """DTensor's chunks: all of ceil(n / tp) rows but the last ones, which may have fewer."""
     weight = module._parameters["weight"]
-    assert isinstance(weight, DTensor)
-    module.tp_first_row = stream.ranks.rank * -(-module.num_embeddings // stream.ranks.size)  # type: ignore[assignment]
-    module.tp_rows = weight.to_local().shape[0]  # type: ignore[assignment]
+    module.tp_first_row = stream.ranks.rank * -(-module.num_embeddings // stream.ranks.size)
+    module.tp_rows = weight.to_local().shape[0]
     if module.padding_idx is not None:  # F.embedding reads it as a row of the local weight
         row = module.padding_idx - module.tp_first_row
         module.padding_idx = row if 0 <= row < module.tp_rows else None

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 
@@ -19,11 +18,11 @@ class Recomputes:
         return checkpoint(super().forward, *args, use_reentrant=False, **kwargs)  # type: ignore[misc]
 
 
-def recompute_forward(module: nn.Module) -> None:
+def recompute_forward(module: Any) -> None:
     """Recompute what ``module.forward`` computes; its own edges, which are hooks, run once."""
-    module.__class__ = _recomputing_class(type(module))
+    module.__class__ = _recomputing_class(module.__class__)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _recomputing_class(cls: type) -> type:
     return type(f"Recomputed{cls.__name__}", (Recomputes, cls), {"__module__": cls.__module__})

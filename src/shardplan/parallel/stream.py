@@ -62,7 +62,7 @@ class _Recall(Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         ctx.stream.cut = ctx.cut
         return grad, None
 
