@@ -330,7 +330,7 @@ def containers(data: Any) -> list[Any]:
 def test_pydantic_and_jsonschema_agree_on_near_valid_documents() -> None:
     verdicts: list[bool] = []
 
-    @settings(max_examples=600, database=None, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=400, database=None, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(documents())
     def agree(data: Any) -> None:
         verdicts.append(accepted_by_pydantic(data))

@@ -181,7 +181,7 @@ def test_aliases_work() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["a: &x [*x]", "a: &x {b: *x}", "[" * 100_000, "- " * 3000 + "x", "{a: " * 40 + "b" + "}" * 40]
+    "text", ["a: &x [*x]", "a: &x {b: *x}", "[" * 20_000, "- " * 3000 + "x", "{a: " * 40 + "b" + "}" * 40]
 )
 def test_endless_and_deep_nesting(text: str) -> None:
     found = refusal(text)
@@ -227,6 +227,9 @@ def test_other_encodings(tmp_path: Path) -> None:
     path.write_bytes(b"\xef\xbb\xbfformat: 1\r\n")
     assert read_source(path).data == {"format": 1}
     assert read_source(path).keys["format",] == Location(str(path), 1, 1)
+    path.write_bytes(b"\xef\xbb\xbf*.a: b\n")
+    with pytest.raises(PlanError, match=r"yaml:1:1: error SP003"):
+        read_source(path)
 
 
 def test_a_huge_file(tmp_path: Path) -> None:

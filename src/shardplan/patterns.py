@@ -7,14 +7,15 @@ tokens, ``*_proj`` a glob within a token, ``{a,b}`` expands into alternatives. A
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import groupby, pairwise
+
+from shardplan.globs import class_regex, path_regex, ranges
 
 Specificity = tuple[tuple[int, ...], bool]
 
 MAX_ALTERNATIVES = 1024
+MAX_BRACES = 32
 
 # What a token weighs when two patterns match one fqn. The end of a pattern lies between `**` and `*`, so that
 # `a.b` beats `a.b.**` and `**.q` beats `**`.
@@ -22,7 +23,7 @@ _ANY_DEPTH, _END, _ANY_TOKEN, _GLOB, _RANGE, _LITERAL = range(6)
 
 _LITERAL_TOKEN = re.compile(r"[\w-]+")
 _GLOB_TOKEN = re.compile(r"[\w*-]+")
-_RANGE_TOKEN = re.compile(r"\[[0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*\]", re.ASCII)
+_RANGE_TOKEN = re.compile(r"\[[0-9]{1,9}(-[0-9]{1,9})?(,[0-9]{1,9}(-[0-9]{1,9})?)*\]")
 _CLASS_GLOB = re.compile(r"[\w*]+")
 
 
@@ -53,9 +54,9 @@ class Alternative:
     def matches(self, fqn: str, class_name: str = "") -> bool:
         """Whether a module or parameter is meant. ``fqn`` starts where the tokens do; ``""`` is the start itself."""
         # Every token consumes its dot, so that `**` may also stand for nothing.
-        if _path_regex(self.tokens).fullmatch(f"{fqn}." if fqn else "") is None:
+        if path_regex(self.tokens).fullmatch(f"{fqn}." if fqn else "") is None:
             return False
-        return not self.classes or any(_class_regex(glob).fullmatch(class_name) for glob in self.classes)
+        return not self.classes or any(class_regex(glob).fullmatch(class_name) for glob in self.classes)
 
     def specificity(self, subtree: bool = False) -> Specificity:
         """Of two alternatives that match one fqn, the greater one wins.
@@ -107,6 +108,8 @@ def _refuse_foreign_characters(body: str) -> None:
         raise ValueError("the pattern is empty: write a path such as .layers.*.mlp, or '.' for the root")
     if "?" in body:
         raise ValueError("'?' only stands at the end, where it lets the whole pattern match nothing")
+    if body.count("{") > MAX_BRACES:
+        raise ValueError(f"more than {MAX_BRACES} pairs of braces")
     foreign = next((c for c in body if not re.fullmatch(r"[\w.*@{},\[\]-]", c)), None)
     if foreign is not None:
         shown = "a space" if foreign == " " else repr(foreign)
@@ -182,7 +185,7 @@ def _check_token(token: str, reading: str) -> None:
     if not token:
         raise ValueError(f"'{reading}' has an empty name between two dots or at its end")
     if _RANGE_TOKEN.fullmatch(token):
-        for low, high in _ranges(token):
+        for low, high in ranges(token):
             if low > high:
                 raise ValueError(f"the range {low}-{high} is empty: write the lower number first")
     elif "[" in token or "]" in token:
@@ -207,49 +210,3 @@ def _weight(token: str) -> int:
     if token.startswith("["):
         return _RANGE
     return _LITERAL if _LITERAL_TOKEN.fullmatch(token) else _GLOB
-
-
-@lru_cache(maxsize=8192)
-def _path_regex(tokens: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile("".join(map(_token_regex, tokens)))
-
-
-@lru_cache(maxsize=1024)
-def _class_regex(glob: str) -> re.Pattern[str]:
-    return re.compile(glob.replace("*", r"\w*"))
-
-
-def _token_regex(token: str) -> str:
-    if token == "**":
-        return r"(?:[^.]+\.)*"
-    if token == "*":
-        return r"[^.]+\."
-    if token.startswith("["):
-        numbers = [branch for low, high in _ranges(token) for branch in _numbers_between(low, high)]
-        return rf"(?:{'|'.join(numbers)})\."
-    return re.escape(token).replace(r"\*", "[^.]*") + r"\."
-
-
-def _ranges(token: str) -> list[tuple[int, int]]:
-    bounds = (part.partition("-") for part in token[1:-1].split(","))
-    return [(int(low), int(high or low)) for low, _, high in bounds]
-
-
-def _numbers_between(low: int, high: int) -> Iterator[str]:
-    """Regexes that together match exactly the decimal numbers from ``low`` to ``high``, one per number of digits."""
-    for digits in range(len(str(low)), len(str(high)) + 1):
-        smallest = 10 ** (digits - 1) if digits > 1 else 0
-        yield _digits_between(str(max(low, smallest)), str(min(high, 10**digits - 1)))
-
-
-def _digits_between(low: str, high: str) -> str:
-    """``_numbers_between`` for bounds of equally many digits."""
-    if not low:
-        return ""
-    first, last, rest = int(low[0]), int(high[0]), len(low) - 1
-    if first == last:
-        return low[0] + _digits_between(low[1:], high[1:])
-    branches = [low[0] + _digits_between(low[1:], "9" * rest), high[0] + _digits_between("0" * rest, high[1:])]
-    if last - first > 1:
-        branches.append(f"[{first + 1}-{last - 1}]" + "[0-9]" * rest)
-    return f"(?:{'|'.join(branches)})"
