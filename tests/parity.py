@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from math import sqrt
 from typing import Any
 
-import tiny_models
-import tolerances
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -16,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
+import tiny_models
+import tolerances
 from shardplan import apply_plan, cross_entropy
 from shardplan.mesh import parse_mesh
 

@@ -149,7 +149,5 @@ class CompiledPlan:
         for module in self.modules:
             for edge in module.edges:
                 collective = edge.in_mode(self.sequence_parallel)
-                if collective is not None:
-                    for direction, sends in zip(("forward", "backward"), collective.communicates, strict=True):
-                        if sends:
-                            yield module, direction, getattr(collective, direction)
+                for direction, name in (collective.sends if collective else {}).items():
+                    yield module, direction, name

@@ -22,12 +22,19 @@ class Collective:
     dim: int = 0
 
     @property
-    def communicates(self) -> tuple[bool, bool]:
-        """Whether the forward and the backward send anything."""
-        return (self.forward in COMMUNICATING, self.backward in COMMUNICATING)
+    def sends(self) -> dict[str, str]:
+        """The collective behind each direction that sends anything."""
+        directions = {"forward": self.forward, "backward": self.backward}
+        return {direction: SENDING[name] for direction, name in directions.items() if name in SENDING}
 
 
-COMMUNICATING = frozenset({"all_reduce", "all_gather", "reduce_scatter", "reduce_scatter_mean"})
+# Operations that communicate, and the collective that they are.
+SENDING = {
+    "all_reduce": "all_reduce",
+    "all_gather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "reduce_scatter_mean": "reduce_scatter",
+}
 
 
 @dataclass(frozen=True, slots=True)

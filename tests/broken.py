@@ -1,0 +1,111 @@
+"""Guarantees broken on purpose, each by one patch inside a worker: what the tests must notice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest.mock import patch
+
+from torch.distributed.fsdp import FSDPModule
+
+import communication
+import parity
+import tiny_models
+from shardplan import apply_plan
+from shardplan.apply import APPLIED
+from shardplan.layouts import Conversion
+from shardplan.parallel import collectives, local, stream, style
+from shardplan.resolve import ResolvedModule
+
+_place = style.LocalStyle._place
+
+
+def _place_without_memory(self: style.LocalStyle, *args: Any) -> None:
+    self.placed.clear()
+    _place(self, *args)
+
+
+def _own_edges_inside_blocks(module: ResolvedModule, side: str) -> Conversion | None:
+    if module.rule is None or module.style is None:
+        return None
+    stated: Conversion | None = getattr(module.rule, side) or getattr(module.style, side)
+    return stated
+
+
+def _nothing(*args: Any) -> None:
+    return None
+
+
+def _unchanged(x: Any, *args: Any) -> Any:
+    return x
+
+
+BREAKAGES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "skip the sum of replicated gradients, tp alone": lambda: patch("shardplan.apply.sum_in_graph", _nothing),
+    "skip the sum of replicated gradients, FSDP2": lambda: patch("shardplan.apply.sum_in_units", _nothing),
+    "untie a weight": lambda: patch.object(style.LocalStyle, "_place", _place_without_memory),
+    "ignore the FSDP2 units": lambda: patch("shardplan.lower._units", lambda matched: ()),
+    "sum in each linear": lambda: patch("shardplan.residual._conversion", _own_edges_inside_blocks),
+    "add a row-wise bias on every rank": lambda: patch.object(local, "_share", lambda factor, x: x),
+    "count a whole stream's gradients tp times": lambda: patch.object(
+        local, "_complete_when_whole", lambda stream, x: x
+    ),
+    "forget the mode before recomputation": lambda: patch.object(stream, "end", lambda stream, module, args, out: out),
+    "leave the head's gradient unsummed": lambda: patch.dict(collectives.OPERATIONS, multiply=_unchanged),
+}
+
+
+def compare(breakage: str, case: parity.Case, batches: list[parity.Batch]) -> list[str]:
+    """The faults that the parity contract finds in a broken model."""
+    with BREAKAGES[breakage]():
+        # `apply` has names of its own for two of the patched functions.
+        with patch("shardplan.apply.end", stream.end):
+            return parity.compare(case, batches)
+
+
+def fsdp_units(breakage: str | None, case: parity.Case) -> list[str]:
+    """The names of the modules that FSDP2 wraps."""
+    model = tiny_models.build(case.model)
+    mesh = parity.build_mesh(case.mesh)
+    if breakage:
+        with BREAKAGES[breakage]():
+            apply_plan(model, case.plan, mesh)
+    else:
+        apply_plan(model, case.plan, mesh)
+    return [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+
+
+def unsynced_modes(breakage: str | None, case: parity.Case) -> list[str]:
+    """Two forwards of different lengths before either's backward, recomputed: gradients against one after the other."""
+    mesh = parity.build_mesh(case.mesh)
+
+    def gradients(interleaved: bool) -> dict[str, Any]:
+        model = tiny_models.build(case.model)
+        apply_plan(model, case.plan, mesh, sequence_parallel=case.sequence_parallel)
+        model.gradient_checkpointing_enable()
+        batches: Sequence[Any] = [parity.make_inputs(parity.Batch(length=length)) for length in (16, 5)]
+        losses = []
+        for inputs, targets in batches:
+            losses.append(parity.cross_entropy(model(**inputs, use_cache=False).logits, targets))
+            if not interleaved:
+                losses.pop().backward()
+        for loss in losses:
+            loss.backward()
+        assert getattr(model, APPLIED).stream is not None
+        return {name: parity.whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+    def run() -> list[str]:
+        expected, actual = gradients(False), gradients(True)
+        return [name for name in expected if not (expected[name] - actual[name]).abs().max() <= 1e-6]
+
+    if breakage is None:
+        return run()
+    with BREAKAGES[breakage](), patch("shardplan.apply.end", stream.end):
+        return run()
+
+
+def counts(breakage: str, case: parity.Case) -> dict[str, dict[str, int]]:
+    """The collectives of a broken model."""
+    with BREAKAGES[breakage]():
+        return communication.collectives(case)

@@ -1,0 +1,75 @@
+"""What tests/test_communication.py runs on the pool: one step of a sharded model with its collectives counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+import parity
+import tiny_models
+from counting import counted, sum_of
+from shardplan import apply_plan
+from shardplan.apply import APPLIED
+
+Counts = dict[str, dict[str, int]]
+
+
+def collectives(case: parity.Case, length: int = 16) -> Counts:
+    """Collectives over tp of one forward and one backward, by kind; the gradient sums are among the backward's."""
+    mesh = parity.build_mesh(case.mesh)
+    model = tiny_models.build(case.model, **case.changes)
+    model = apply_plan(model, case.plan, mesh, sequence_parallel=case.sequence_parallel, **case.options)
+    if case.checkpointing:
+        model.gradient_checkpointing_enable()
+    return collectives_of(model, mesh["tp"].get_group().group_name, length)
+
+
+def counted_against_plan(case: parity.Case) -> list[str]:
+    """Where the collectives that run are not those that the compiled plan lists, plus its coalesced sums."""
+    mesh = parity.build_mesh(case.mesh)
+    model = tiny_models.build(case.model, **case.changes)
+    model = apply_plan(model, case.plan, mesh, sequence_parallel=case.sequence_parallel, **case.options)
+    compiled = getattr(model, APPLIED).compiled
+    listed: dict[str, Counter[str]] = {"forward": Counter(), "backward": Counter()}
+    for _, direction, name in compiled.collectives():
+        listed[direction][name] += 1
+    listed["backward"]["all_reduce"] += len(compiled.coalesced_sums())
+    measured = collectives_of(model, mesh["tp"].get_group().group_name)
+    return [
+        f"{direction}: listed {dict(listed[direction])}, measured {measured[direction]}"
+        for direction in listed
+        if {kind: number for kind, number in listed[direction].items() if number} != measured[direction]
+    ]
+
+
+def collectives_of(model: torch.nn.Module, group: str, length: int = 16) -> Counts:
+    ids = torch.randint(0, tiny_models.VOCABULARY, (2, length))
+    output, forward = counted(lambda: model(input_ids=ids, use_cache=False))
+    _, backward = counted(sum_of(output.logits).backward)
+    return {"forward": forward.over(group), "backward": backward.over(group)}
+
+
+def loss_collectives(case: parity.Case) -> Counts:
+    """What `labels=` adds: the forward with it against the forward without."""
+    mesh = parity.build_mesh(case.mesh)
+    model = apply_plan(tiny_models.build(case.model), case.plan, mesh, sequence_parallel=case.sequence_parallel)
+    group = mesh["tp"].get_group().group_name
+    ids = torch.randint(0, tiny_models.VOCABULARY, (2, 16))
+    _, without = counted(lambda: model(input_ids=ids, use_cache=False))
+    output, forward = counted(lambda: model(input_ids=ids, labels=ids, use_cache=False))
+    _, backward = counted(output.loss.backward)
+    return {"without": without.over(group), "with": forward.over(group), "backward": backward.over(group)}
+
+
+def no_sync_collectives(case: parity.Case) -> list[Counts]:
+    """Two micro-batches under FSDP2, of which only the second synchronises: backward collectives over tp of each."""
+    mesh = parity.build_mesh(case.mesh)
+    model = apply_plan(tiny_models.build(case.model), case.plan, mesh, sequence_parallel=case.sequence_parallel)
+    assert isinstance(model, FSDPModule)
+    counts = []
+    for last in (False, True):
+        model.set_requires_gradient_sync(last)
+        counts.append(collectives_of(model, mesh["tp"].get_group().group_name))
+    return counts

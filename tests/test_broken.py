@@ -1,0 +1,50 @@
+"""Guarantees broken on purpose, one at a time: each must turn a test red. A green run here would prove the suite blind."""
+
+import pytest
+
+import broken
+import communication
+from parity import Batch, Case
+from pool import Pool, PoolError
+
+LAYERS = ["model.layers.0", "model.layers.1"]
+
+# breakage -> where it shows
+PARITY = {
+    "skip the sum of replicated gradients, tp alone": Case("llama", "tp=2", sequence_parallel=True),
+    "skip the sum of replicated gradients, FSDP2": Case("llama", "dp=1,tp=2", sequence_parallel=True),
+    "untie a weight": Case("llama-tied", "tp=2", sequence_parallel=False),
+    "add a row-wise bias on every rank": Case("llama-biased", "tp=2", sequence_parallel=False),
+    "count a whole stream's gradients tp times": Case("llama", "tp=2", sequence_parallel=True),
+    "leave the head's gradient unsummed": Case("llama", "tp=2", sequence_parallel=True),
+}
+
+
+@pytest.mark.parametrize("breakage", PARITY)
+def test_parity_notices(pool: Pool, breakage: str) -> None:
+    faults = pool.run(2, broken.compare, breakage, PARITY[breakage], [Batch(), Batch(length=5)])
+    assert all(faults)
+
+
+def test_units_are_wrapped(pool: Pool) -> None:
+    case = Case("llama", "dp=2", sequence_parallel=False)
+    assert pool.run(2, broken.fsdp_units, None, case) == [["", *LAYERS]] * 2
+    assert pool.run(2, broken.fsdp_units, "ignore the FSDP2 units", case) == [[""]] * 2
+
+
+def test_counting_notices_edges_inside_blocks(pool: Pool) -> None:
+    """The gradients are right: only the count tells that q, k, v, gate and up each sum their own input gradient."""
+    case = Case("llama", "tp=2", sequence_parallel=False)
+    (clean, _), (counts, _) = (
+        pool.run(2, communication.collectives, case),
+        pool.run(2, broken.counts, "sum in each linear", case),
+    )
+    assert clean["backward"] == {"all_reduce": 5}
+    assert counts["backward"] == {"all_reduce": 15}
+
+
+def test_recomputation_runs_in_the_mode_of_its_forward(pool: Pool) -> None:
+    case = Case("llama", "tp=2", sequence_parallel=True)
+    assert pool.run(2, broken.unsynced_modes, None, case) == [[], []]
+    with pytest.raises(PoolError):  # the recomputed shapes are others
+        pool.run(2, broken.unsynced_modes, "forget the mode before recomputation", case)
