@@ -139,14 +139,24 @@ def _report(ranks: Sequence[_Worker], outcomes: dict[int, _Outcome], timeout: fl
     failed = sorted((outcome.time, rank) for rank, outcome in outcomes.items() if not outcome.ok)
     running = [rank for rank in range(len(ranks)) if rank not in outcomes]
     finished = sorted(rank for rank, outcome in outcomes.items() if outcome.ok)
-    for rank in running:
-        os.kill(ranks[rank].process.pid, signal.SIGUSR1)
-    time.sleep(0.5 if running else 0)  # for the handlers to write
+    stacks = {rank: _stacks(ranks[rank]) for rank in running}
     waited = f"{GRACE_SECONDS:g} s after that" if failed else f"after {timeout:g} s"
     parts = [f"rank {rank} {outcomes[rank].value}" for _, rank in failed]
-    parts += [f"rank {rank} still ran {waited}:\n{ranks[rank].stacks.read_text()}" for rank in running]
+    parts += [f"rank {rank} still ran {waited}:\n{stacks[rank]}" for rank in running]
     parts += [f"finished: ranks {finished}"] if finished else []
     return "\n\n".join(parts)
+
+
+def _stacks(worker: _Worker) -> str:
+    """Where the worker's threads are, as it writes on SIGUSR1; empty when it is too far gone even for that."""
+    os.kill(worker.process.pid, signal.SIGUSR1)
+    text, deadline = "", time.monotonic() + 5
+    while time.monotonic() < deadline:
+        time.sleep(0.1)
+        before, text = text, worker.stacks.read_text()
+        if text and text == before:
+            break
+    return text
 
 
 def _serve(connection: Connection, stacks: str) -> None:
