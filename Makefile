@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test check format schema clean
+.PHONY: help demo test check lint types quick-tests format schema clean
 
 help:
 	@echo "make demo    check the shipped plans, then train a tiny Llama on 4 processes and on one, and compare"
@@ -25,9 +25,16 @@ test: $(READY)
 	$(BIN)/python -m pytest
 
 check: $(READY)
+	@$(MAKE) --no-print-directory --jobs 2 lint types quick-tests
+
+lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(READY)
 	$(BIN)/mypy
+
+quick-tests: $(READY)
 	$(BIN)/python -m pytest -q -m "not processes"
 
 format: $(READY)
