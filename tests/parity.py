@@ -124,7 +124,7 @@ def make_inputs(batch: Batch, seed: int = 0) -> tuple[dict[str, Tensor], Tensor]
 
 
 def compare_training(reference: nn.Module, sharded: nn.Module, mesh: DeviceMesh) -> Iterator[str]:
-    """Three AdamW steps of two micro-batches each, lengths 16 and 5, clipped; in turn with and without gradient sync."""
+    """Three clipped AdamW steps of two micro-batches, lengths 16 and 5; in turn with and without gradient sync."""
     optimizers = [torch.optim.AdamW(model.parameters(), lr=LR) for model in (reference, sharded)]
     for number in range(3):
         for optimizer in optimizers:

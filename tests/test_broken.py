@@ -1,4 +1,4 @@
-"""Guarantees broken on purpose, one at a time: each must turn a test red. A green run here would prove the suite blind."""
+"""Guarantees broken on purpose, one at a time: each must turn a test red, or the suite is blind to it."""
 
 import pytest
 

@@ -54,7 +54,7 @@ def apply(model: nn.Module, compiled: CompiledPlan, mesh: DeviceMesh) -> nn.Modu
     if stream is not None and compiled.head is not None:
         _finish_logits(model, compiled.head, mesh["tp"], applied)
     for fqn in compiled.recompute:
-        recompute_forward(model.get_submodule(fqn))
+        recompute_forward(compiled.find(model, fqn))
     units = _shard_over_dp(model, compiled, mesh) if compiled.mesh.has_dp else []
     if stream is not None:
         _sum_gradients(model, compiled, units, stream.ranks)
@@ -67,20 +67,21 @@ def _shard_over_tp(model: nn.Module, compiled: CompiledPlan, tp: DeviceMesh) -> 
     stream = Stream(ranks, compiled.sequence_parallel)
     placed: dict[int, nn.Parameter] = {}
     for module in compiled.modules:
-        LocalStyle(module, stream, placed)._apply(model.get_submodule(module.fqn), tp)
+        LocalStyle(module, stream, placed)._apply(model.get_submodule(module.path), tp)
     if compiled.sequence_parallel:
         assert compiled.decoder is not None
         assert compiled.gather is not None
-        model.get_submodule(compiled.decoder).register_forward_pre_hook(partial(begin, stream), with_kwargs=True)
-        model.get_submodule(compiled.gather).register_forward_hook(partial(end, stream))
+        compiled.find(model, compiled.decoder).register_forward_pre_hook(partial(begin, stream), with_kwargs=True)
+        compiled.find(model, compiled.gather).register_forward_hook(partial(end, stream))
     return stream
 
 
 def _finish_logits(model: nn.Module, head: Head, tp: DeviceMesh, applied: Applied) -> None:
     """Hand out logits as one DTensor, and let ``labels=`` compute the loss on it."""
-    model.get_submodule(head.fqn).register_forward_hook(partial(_logits, applied, tp, head.vocabulary))
-    if hasattr(model, "loss_function"):
-        model.loss_function = causal_lm_loss  # type: ignore[assignment]
+    applied.compiled.find(model, head.fqn).register_forward_hook(partial(_logits, applied, tp, head.vocabulary))
+    owner = applied.compiled.find(model, "")
+    if hasattr(owner, "loss_function"):
+        owner.loss_function = causal_lm_loss  # type: ignore[assignment]
 
 
 def _logits(
@@ -100,7 +101,7 @@ def _shard_over_dp(model: nn.Module, compiled: CompiledPlan, mesh: DeviceMesh) -
         "offload_policy": CPUOffloadPolicy() if compiled.cpu_offload else OffloadPolicy(),
     }
     for unit in compiled.units:
-        fully_shard(model.get_submodule(unit.fqn), reshard_after_forward=unit.reshard, **options)
+        fully_shard(model.get_submodule(unit.path), reshard_after_forward=unit.reshard, **options)
     fully_shard(model, reshard_after_forward=compiled.root_reshard, **options)
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
@@ -129,11 +130,11 @@ def _mixed_precision(policy: MixedPrecision | None) -> MixedPrecisionPolicy:
 
 def _sum_gradients(model: nn.Module, compiled: CompiledPlan, units: list[FSDPModule], ranks: Ranks) -> None:
     partial_gradients = [(module.fqn, parameter.name) for module, parameter in compiled.summed_parameters()]
-    owners: list[Owner] = [(model.get_submodule(fqn), name) for fqn, name in partial_gradients]
+    owners: list[Owner] = [(compiled.find(model, fqn), name) for fqn, name in partial_gradients]
     if units:
         sum_in_units(units, owners, ranks)
     else:
         # A caller may run the decoder alone; start there unless something outside it needs the sum too.
         decoder = compiled.decoder or ""
         inside = all(fqn.startswith(f"{decoder}.") for fqn, _ in partial_gradients)
-        sum_in_graph(model.get_submodule(decoder) if inside else model, owners, ranks)
+        sum_in_graph(compiled.find(model, decoder) if inside else model, owners, ranks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from shardplan.diagnostics import Location
 from shardplan.edges import Edge
@@ -13,6 +14,9 @@ from shardplan.layouts import Layout
 from shardplan.mesh import MeshSpec
 from shardplan.plan import Layer, MixedPrecision
 from shardplan.styles import Gradient
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,7 @@ class CompiledModule:
     """Everything that applying the plan does to one module.
 
     Attributes:
+        path: where the module is found in the model; ``fqn`` and what wrappers add.
         style: the style's name, for reports; "" where only a claim from above reaches the module.
         where, layer: the rule that decided.
         block: the block around it, whose edges serve it.
@@ -51,6 +56,7 @@ class CompiledModule:
     """
 
     fqn: str
+    path: str
     class_name: str
     style: str
     where: Location | None
@@ -68,9 +74,10 @@ class CompiledModule:
 
 @dataclass(frozen=True, slots=True)
 class CompiledUnit:
-    """A module that FSDP2 wraps; ``reshard`` None leaves FSDP2's default."""
+    """A module that FSDP2 wraps, with the wrappers around it; ``reshard`` None leaves FSDP2's default."""
 
     fqn: str
+    path: str
     reshard: bool | int | None
 
 
@@ -118,6 +125,14 @@ class CompiledPlan:
             for parameter in module.parameters:
                 first.setdefault(parameter.identity, parameter)
         return tuple(first.values())
+
+    @cached_property
+    def by_fqn(self) -> dict[str, CompiledModule]:
+        return {module.fqn: module for module in self.modules}
+
+    def find(self, model: nn.Module, fqn: str) -> nn.Module:
+        """The module of that name in the model that the plan was compiled for, inside any wrapper."""
+        return model.get_submodule(self.by_fqn[fqn].path)
 
     @property
     def summed_gradients(self) -> frozenset[Gradient]:

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+# What `torch.compile` and checkpoint wrappers put into the names of what they wrap.
+WRAPPER_TOKENS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+
+
 @dataclass(frozen=True, slots=True)
 class ParameterInfo:
     """A parameter as one module owns it. ``identity`` is equal for parameters that are tied."""
@@ -41,9 +45,18 @@ class HeadInfo:
 
 @dataclass(frozen=True, slots=True)
 class ModuleInfo:
-    """One module; ``container`` marks lists and dicts of modules, whose own forward never runs."""
+    """One module.
+
+    Attributes:
+        fqn: its name without the parts that wrappers add.
+        path: where it is found in the model as it stands.
+        outermost: where the outermost wrapper around it is found; ``path`` without wrappers.
+        container: a list or dict of modules, whose own forward never runs.
+    """
 
     fqn: str
+    path: str
+    outermost: str
     class_name: str
     kind: Kind
     parameters: tuple[ParameterInfo, ...]
@@ -90,15 +103,27 @@ def take_inventory(model: nn.Module) -> Inventory:
     """Read the facts off a real or meta-device model; nothing is changed and no weight is looked at."""
     from torch import nn
 
-    modules = tuple(_module_info(fqn, module, nn) for fqn, module in model.named_modules())
-    fqns = {id(module): fqn for fqn, module in model.named_modules()}
+    found = _through_wrappers(model)
+    modules = tuple(_module_info(fqn, outermost, path, module, nn) for fqn, (outermost, path, module) in found.items())
+    fqns = {id(module): fqn for fqn, (_, _, module) in found.items()}
+    innermost = type(found[""][2])
     return Inventory(
-        architectures=tuple(cls.__name__ for cls in type(model).__mro__ if cls not in (nn.Module, object)),
+        architectures=tuple(cls.__name__ for cls in innermost.__mro__ if cls not in (nn.Module, object)),
         modules=modules,
         embedding=fqns.get(id(_call(model, "get_input_embeddings"))),
         head=fqns.get(id(_call(model, "get_output_embeddings"))),
         attention=getattr(getattr(model, "config", None), "_attn_implementation", None),
     )
+
+
+def _through_wrappers(model: nn.Module) -> dict[str, tuple[str, str, nn.Module]]:
+    """fqn -> path of the outermost wrapper, path of the module itself, the module."""
+    found: dict[str, tuple[str, str, nn.Module]] = {}
+    for path, module in model.named_modules():
+        fqn = ".".join(token for token in path.split(".") if token not in WRAPPER_TOKENS)
+        outermost = found[fqn][0] if fqn in found else path
+        found[fqn] = (outermost, path, module)
+    return found
 
 
 def ancestors(fqn: str) -> Iterator[str]:
@@ -108,7 +133,7 @@ def ancestors(fqn: str) -> Iterator[str]:
         yield fqn
 
 
-def _module_info(fqn: str, module: nn.Module, nn: Any) -> ModuleInfo:
+def _module_info(fqn: str, outermost: str, path: str, module: nn.Module, nn: Any) -> ModuleInfo:
     kind = (
         Kind.LINEAR
         if isinstance(module, nn.Linear)
@@ -118,6 +143,8 @@ def _module_info(fqn: str, module: nn.Module, nn: Any) -> ModuleInfo:
     )
     return ModuleInfo(
         fqn=fqn,
+        path=path,
+        outermost=outermost,
         class_name=type(module).__name__,
         kind=kind,
         parameters=tuple(

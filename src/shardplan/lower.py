@@ -8,9 +8,8 @@ from shardplan.compiled import CompiledModule, CompiledParameter, CompiledPlan, 
 from shardplan.edges import GATHER_FOR_HEAD, HEAD_AFTER_GATHER, Edge, lower_edge
 from shardplan.layouts import REPLICATE, Conversion, shard
 from shardplan.mesh import MeshSpec
-from shardplan.plan import Unit
 from shardplan.residual import ResidualStream, input_conversion, output_conversion
-from shardplan.resolve import Matched, ResolvedModule, ResolvedParameter, ResolvedPlan
+from shardplan.resolve import ResolvedModule, ResolvedParameter, ResolvedPlan
 from shardplan.styles import Gradient, Kind, Split, Style
 
 # (kind of module, side that is cut) -> the dim of each parameter. What is not named is replicated.
@@ -40,7 +39,7 @@ def lower(resolved: ResolvedPlan, mesh: MeshSpec, *, sequence_parallel: bool) ->
         decoder=stream.decoder,
         gather=stream.gather,
         head=head,
-        units=_units(resolved.units),
+        units=_units(resolved),
         root_reshard=plan.root_reshard,
         recompute=tuple(fqn for matched in resolved.recompute for fqn in matched.fqns),
         mixed_precision=plan.mixed_precision,
@@ -81,6 +80,7 @@ def _module(module: ResolvedModule, *, is_head: bool) -> CompiledModule:
     style = module.style
     return CompiledModule(
         fqn=module.fqn,
+        path=module.info.path,
         class_name=module.info.class_name,
         style=style.name if style else "",
         where=module.rule.where if module.rule else None,
@@ -131,7 +131,9 @@ def _head(resolved: ResolvedPlan) -> Head | None:
     return Head(module.fqn, vocabulary=weight.shape[0], gathered=gathered)
 
 
-def _units(matched: tuple[Matched[Unit], ...]) -> tuple[CompiledUnit, ...]:
+def _units(resolved: ResolvedPlan) -> tuple[CompiledUnit, ...]:
     """Inner units first, as `fully_shard` wants them; a module named twice takes the later line."""
-    reshard = {fqn: entry.line.reshard for entry in matched for fqn in entry.fqns}
-    return tuple(CompiledUnit(fqn, reshard[fqn]) for fqn in sorted(reshard, key=lambda fqn: -fqn.count(".")))
+    reshard = {fqn: matched.line.reshard for matched in resolved.units for fqn in matched.fqns}
+    by_fqn = resolved.inventory.by_fqn
+    inner_first = sorted(reshard, key=lambda fqn: -fqn.count("."))
+    return tuple(CompiledUnit(fqn, by_fqn[fqn].outermost, reshard[fqn]) for fqn in inner_first)
