@@ -4,39 +4,55 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from shardplan.checks.layouts import check_block_members, check_edges, check_gradients, check_ties
+from shardplan.checks.gradients import check_gradients, check_ties
+from shardplan.checks.kinds import check_kinds, check_parameters
+from shardplan.checks.layouts import check_conversions, check_groups, check_places, check_repeats
 from shardplan.checks.matching import (
     check_architectures,
     check_claims,
     check_dead_rules,
-    check_kinds,
     check_rule_ties,
     check_styles,
-    check_units,
 )
+from shardplan.checks.members import check_members, check_packed
+from shardplan.checks.options import check_options
 from shardplan.checks.sizes import check_dims, check_heads
+from shardplan.checks.stream import check_stream
 from shardplan.checks.target import Target
+from shardplan.checks.units import check_units
 from shardplan.diagnostics import Diagnostic
 
 Check = Callable[[Target], Iterator[Diagnostic]]
 
 CHECKS: tuple[Check, ...] = (
-    check_architectures,
     check_styles,
     check_dead_rules,
     check_rule_ties,
     check_claims,
     check_kinds,
+    check_parameters,
     check_units,
-    check_block_members,
-    check_edges,
+    check_members,
+    check_packed,
+    check_conversions,
+    check_groups,
+    check_places,
+    check_repeats,
+    check_stream,
     check_gradients,
     check_ties,
     check_heads,
     check_dims,
+    check_options,
 )
 
 
 def check(target: Target) -> tuple[Diagnostic, ...]:
-    """Every finding of every check, in the order of ``CHECKS``, each once."""
+    """Every finding of every check, in the order of ``CHECKS``, each once.
+
+    A plan for another model is refused with that alone: all else would follow from it.
+    """
+    wrong_model = tuple(check_architectures(target))
+    if wrong_model:
+        return wrong_model
     return tuple(dict.fromkeys(finding for run in CHECKS for finding in run(target)))

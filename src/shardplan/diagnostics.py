@@ -105,6 +105,7 @@ CODES = {
     "SP204": "edges that do not meet",
     "SP205": "tied parameters with different placements",
     "SP206": "a parameter whose gradient would be wrong where it stands",
+    "SP207": "one activation sent more often than needed",
     # the mesh and the call
     "SP301": "a mesh that cannot be used",
     "SP302": "the model already has a plan applied",

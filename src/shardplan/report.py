@@ -11,7 +11,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from shardplan.checks.target import count, general, size
+from shardplan.checks.names import general
+from shardplan.checks.target import count, size
 from shardplan.compiled import CompiledParameter, CompiledPlan
 from shardplan.plan import NULL, Rule
 from shardplan.resolve import Match, ResolvedPlan

@@ -1,252 +1,216 @@
-"""Checks of layouts: blocks whose members fit together, edges that meet, gradients that are right where they stand."""
+"""Checks of edges: each conversion starts from what is there, ends in what is wanted next, and runs once."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardplan.checks.target import Target, general
-from shardplan.diagnostics import Diagnostic, Location
-from shardplan.edges import UnsupportedConversionError, lower_edge
-from shardplan.inventory import ancestors
-from shardplan.layouts import REPLICATE, STREAM, Layout
-from shardplan.lower import split_dim
+from shardplan.checks.members import FEATURES, Group, Member, groups
+from shardplan.checks.names import general
+from shardplan.checks.target import Target, listed
+from shardplan.diagnostics import Diagnostic, Severity
+from shardplan.edges import Edge, UnsupportedConversionError, lower_edge
+from shardplan.layouts import REPLICATE, STREAM, Conversion, Layout
 from shardplan.residual import input_conversion, output_conversion
 from shardplan.resolve import ResolvedModule
-from shardplan.styles import Gradient, Kind, Split
+from shardplan.styles import Kind, Split
 
 
-def check_block_members(target: Target) -> Iterator[Diagnostic]:
-    """SP203: inside a block every linear is split, and what one side splits the other side adds up."""
-    for block in target.resolved.modules:
-        if block.style is not None and block.style.opens_block:
-            yield from _block_members(target, block)
-
-
-def _block_members(target: Target, block: ResolvedModule) -> Iterator[Diagnostic]:
-    members = list(target.resolved.children(block.fqn))
-    splitting = [m for m in members if _split(m) is Split.OUTPUT]
-    adding = [m for m in members if _split(m) is Split.INPUT]
-    whole = [m for m in members if m.info.kind is Kind.LINEAR and _split(m) is Split.NONE and not _says_partial(m)]
-    siblings = ", ".join(_last(m.fqn) for m in splitting) or "none"
-    consumers = ", ".join(_last(m.fqn) for m in adding) or "none"
-    where = _where(block, target)
-    for member in whole:
-        yield Diagnostic(
-            "SP203",
-            f"{general(member.fqn)} stays whole inside block {general(block.fqn)}, whose other linears are split "
-            f"(colwise: {siblings}; rowwise: {consumers})",
-            where=(splitting[0].rule.where if splitting and splitting[0].rule else where),
-            subject=general(member.fqn),
-            expected="every linear between the block's edges is split",
-            hint=f"make {_last(member.fqn)} colwise if it reads the block's input like {siblings}, rowwise if it reads "
-            "what they produce",
-        )
-    if not adding and not whole:
-        yield Diagnostic(
-            "SP203",
-            f"block {general(block.fqn)} has no rowwise member: nothing makes its output partial, which its edge "
-            f"sums over tp (colwise: {siblings})",
-            where=where,
-            subject=general(block.fqn),
-            expected="a rowwise linear at the end of the block",
-            hint="make the block's last linear rowwise",
-        )
-    if adding and not splitting and not whole:
-        yield Diagnostic(
-            "SP203",
-            f"block {general(block.fqn)} has no colwise member to produce what {consumers} reads in parts",
-            where=where,
-            subject=general(block.fqn),
-            expected="colwise linears at the start of the block",
-            hint=f"make the linears before {consumers} colwise",
-        )
-
-
-def check_edges(target: Target) -> Iterator[Diagnostic]:
-    """SP204: each conversion starts from the layout that it finds, and has a collective."""
-    yield from _unsupported(target)
-    yield from _stream_ends(target)
-    yield from _on_the_stream(target)
-
-
-def _unsupported(target: Target) -> Iterator[Diagnostic]:
+def check_conversions(target: Target) -> Iterator[Diagnostic]:
+    """SP204: a conversion has a collective, and one end of it is the layout that the module's style computes on."""
     for module in target.resolved.modules:
-        for conversion in (input_conversion(module), output_conversion(module)):
-            if conversion is None:
-                continue
+        for side, conversion in _edges(module):
             try:
-                lower_edge(conversion, read_in_parts=module.style is not None and module.style.reads_in_parts)
+                _lowered(module, conversion)
             except UnsupportedConversionError as unsupported:
-                yield _edge_fault(target, module, f"{general(module.fqn)} converts {conversion}, but {unsupported}")
-
-
-def _stream_ends(target: Target) -> Iterator[Diagnostic]:
-    """The stream begins once, at the first layer or behind the embedding, and ends once, before the head."""
-    stream, resolved = target.stream, target.resolved
-    if not target.sequence_parallel:
-        return
-    embedding = resolved.by_fqn.get(resolved.inventory.embedding or "")
-    from_embedding = embedding is not None and _output_layout(embedding) == STREAM
-    first = stream.cuts[0] if stream.cuts else None
-    where = resolved.plan.where
-    if first is None and not from_embedding:
-        yield _stream_fault(
-            "nothing cuts the residual stream, so sequence parallelism has no effect", where,
-            hint="cut it at the first decoder layer: `.layers.0: {input: replicate -> stream}`",
-        )  # fmt: skip
-    if len(stream.cuts) > 1 or (first is not None and from_embedding):
-        places = [general(m.fqn) for m in stream.cuts] + (["the embedding's output"] if from_embedding else [])
-        yield _stream_fault(
-            f"the residual stream is cut more than once: at {', '.join(dict.fromkeys(places))}",
-            first.rule.where if first and first.rule else where,
-            hint="cut it once, at the first decoder layer",
-        )
-    elif first is not None and not _is_first_member(target, first):
-        yield _stream_fault(
-            f"the residual stream is cut at {first.fqn}, which is not the first decoder layer",
-            first.rule.where if first.rule else where,
-            hint=f"cut it at {next(ancestors(first.fqn))}.0",
-        )
-    if not stream.gathers:
-        yield _stream_fault(
-            "nothing gathers the residual stream before the head", where,
-            hint="gather it behind the final norm: `.norm: {style: sequence_parallel, output: stream -> replicate}`",
-        )  # fmt: skip
-    elif len(stream.gathers) > 1 or stream.carries(stream.gathers[0].fqn):
-        yield _stream_fault(
-            f"the residual stream is gathered at {', '.join(dict.fromkeys(general(m.fqn) for m in stream.gathers))}",
-            stream.gathers[0].rule.where if stream.gathers[0].rule else where,
-            hint="gather it once, behind the final norm",
-        )
-
-
-def _stream_fault(message: str, where: Location | None, hint: str) -> Diagnostic:
-    return Diagnostic(
-        "SP204", message, where=where, subject="residual stream", expected="one cut and one gather", hint=hint
-    )
-
-
-def _on_the_stream(target: Target) -> Iterator[Diagnostic]:
-    """What runs in a decoder layer, outside blocks, takes the stream and gives the stream."""
-    stream = target.stream
-    for module in target.resolved.modules:
-        if module.rule is None or module.block is not None or not stream.carries(module.fqn):
-            continue
-        taken, given = input_conversion(module), output_conversion(module)
-        opens = module.style is not None and module.style.opens_block
-        if (opens or target.sequence_parallel) and taken and taken.source != STREAM and module not in stream.cuts:
-            yield _edge_fault(
-                target, module, f"{general(module.fqn)} takes {taken.source}, but the stream runs there", STREAM
-            )
-        if (opens or target.sequence_parallel) and given and given.target != STREAM:
-            yield _edge_fault(target, module, f"{general(module.fqn)} gives {given.target} to the stream", STREAM)
-        if opens and taken and taken.target != REPLICATE:
-            yield _edge_fault(
-                target, module, f"the members of block {general(module.fqn)} read {taken.target}", REPLICATE
-            )
-        if opens and given and given.source.kind != "partial" and _adds_up(target, module):
-            yield _edge_fault(
-                target, module, f"block {general(module.fqn)} ends in a rowwise linear, whose output is partial, "
-                f"but its edge starts from {given.source}", Layout("partial"),
-            )  # fmt: skip
-
-
-def _edge_fault(target: Target, module: ResolvedModule, message: str, expected: Layout | None = None) -> Diagnostic:
-    return Diagnostic(
-        "SP204",
-        message,
-        where=_where(module, target),
-        subject=general(module.fqn),
-        expected=str(expected or ""),
-        hint="write the conversion as `found layout -> wanted layout`",
-    )
-
-
-def check_gradients(target: Target) -> Iterator[Diagnostic]:
-    """SP206: a replicated parameter's gradient is summed exactly where each rank sees only a part of the work."""
-    stream = target.stream
-    for module in target.resolved.modules:
-        for parameter in module.parameters:
-            style, rule = parameter.style, parameter.claim
-            if style is None or rule is None or split_dim(style, module, parameter.info.name) is not None:
+                yield fault(target, module, f"{side} of {general(module.fqn)}: {unsupported}")
                 continue
-            fault = None
-            if module.block is not None and style.gradient is Gradient.STREAM:
-                fault = f"{style.name} stands inside block {general(module.block)}, off the residual stream"
-                hint = "use replicated_with_grad_allreduce: its gradient is partial in both modes"
-            elif module.block is None and style.gradient is Gradient.STREAM and not _sees_stream(target, module):
-                fault = f"{style.name} stands where the residual stream does not run"
-                hint = "use null: its gradient is complete there"
-            elif stream.carries(module.fqn) and module.block is None and target.sequence_parallel and (
-                style.gradient is Gradient.COMPLETE and style.split is Split.NONE and parameter.info.trainable
-            ):  # fmt: skip
-                fault = (
-                    f"{style.name} runs on the cut residual stream, where its gradient covers one part of the sequence"
-                )
-                hint = "use sequence_parallel"
-            if fault:
-                name = general(parameter.info.fqn)
+            inner, own = _inner_end(module, side, conversion)
+            if own is not None and inner != own:
+                style = module.style.name if module.style else ""
+                verb = "computes on" if side == "input" else "gives"
+                message = f"{style} {verb} {own}, but the rule for {general(module.fqn)} says {side}: {conversion}"
+                yield fault(target, module, message, _corrected(side, conversion, own))
+
+
+def _inner_end(module: ResolvedModule, side: str, conversion: Conversion) -> tuple[Layout, Layout | None]:
+    """The end of a conversion that faces the module, and what its style has there; None where it does not care."""
+    style = module.style
+    own = getattr(style, side) if style is not None else None
+    if style is not None and style.opens_block and side == "output":
+        own = None  # `check_groups` knows what the members give
+    if side == "input":
+        return conversion.target, own.target if own else None
+    return conversion.source, own.source if own else None
+
+
+def _corrected(side: str, conversion: Conversion, own: Layout) -> str:
+    right = Conversion(conversion.source, own) if side == "input" else Conversion(own, conversion.target)
+    return f"{side}: {right}"
+
+
+def check_groups(target: Target) -> Iterator[Diagnostic]:
+    """SP204: inside a block nothing is converted twice, and its members give what its output edge starts from."""
+    for group in groups(target):
+        if group.is_block:
+            yield from _inside(target, group)
+            yield from _end(target, group)
+
+
+def _inside(target: Target, group: Group) -> Iterator[Diagnostic]:
+    owner = group.owner
+    for member in target.resolved.children(owner.fqn):
+        taken, given = input_conversion(member), output_conversion(member)
+        if taken and taken.source != FEATURES and _communicates(member, taken):
+            message = f"{general(member.fqn)} converts its input, which {group.name} has done for all of its members"
+            yield fault(target, member, message, "one conversion at the edge of the block", "remove `input`")
+        ends = output_conversion(owner)
+        if given and _communicates(member, given) and not (ends and given.target == ends.source == REPLICATE):
+            message = f"{general(member.fqn)} converts its output inside {group.name}, which does so at its edge"
+            yield fault(target, member, message, "one conversion at the edge of the block", "remove `output`")
+
+
+def _end(target: Target, group: Group) -> Iterator[Diagnostic]:
+    given = output_conversion(group.owner)
+    for consumer in group.of_role("consumer"):
+        if given and consumer.gives != given.source and not _stated(consumer):
+            message = f"{group.name} ends in {consumer.name}, which gives {consumer.gives}, but its output says {given}"
+            yield fault(target, group.owner, message, f"output: {Conversion(consumer.gives, given.target)}")
+
+
+def _stated(member: Member) -> bool:
+    """Whether `_inside` speaks about the output already."""
+    return member.rule is not None and member.rule.output is not None
+
+
+def check_places(target: Target) -> Iterator[Diagnostic]:
+    """SP204: outside blocks every module takes the layout that is there, and gives the one that the next one takes."""
+    grouped = {m.module.fqn: (group, m) for group in groups(target) if not group.is_block for m in group.members}
+    lonely: dict[str, list[tuple[Group, Member]]] = {}
+    for module in target.resolved.modules:
+        if module.rule is None or module.block is not None or target.explained(module.fqn):
+            continue
+        if module.info.kind is Kind.LINEAR and _cut_features(module) and module.fqn != target.resolved.inventory.head:
+            if module.fqn not in grouped:
+                continue  # its group is at fault already
+            group, member = grouped[module.fqn]
+            if _misplaced(target, module, skip=(member.takes == FEATURES, member.gives == FEATURES)):
+                lonely.setdefault(general(group.owner.fqn), []).append((group, member))
+            continue
+        for message, expected in _misplaced(target, module):
+            yield fault(target, module, message, expected)
+    for name, entries in lonely.items():
+        members = list(dict.fromkeys(member.name for _, member in entries))
+        yield fault(
+            target,
+            entries[0][1].module,
+            f"{listed(members)} of {name} meet the cut residual stream, and no block gathers and cuts it around them",
+            "stream -> replicate before them, partial -> stream behind",
+            f"add `{target.spell(name)}: block`",
+        )
+
+
+def _misplaced(
+    target: Target, module: ResolvedModule, skip: tuple[bool, bool] = (False, False)
+) -> list[tuple[str, str]]:
+    """What is wrong at a module's outer ends, with what was expected; ``skip`` leaves out its input, its output."""
+    name, found = general(module.fqn), []
+    taken, given = input_conversion(module), output_conversion(module)
+    before, behind = _around(target, module)
+    if taken and not skip[0] and not _same(target, taken.source, before):
+        found.append((f"{name} takes {taken.source}, but finds {_meaning(target, before)}", f"input: {before} -> ..."))
+    if given and not skip[1] and not any(_same(target, given.target, layout) for layout in behind):
+        expected = " or ".join(f"output: ... -> {layout}" for layout in behind)
+        found.append((f"{name} gives {given.target} where {_meaning(target, behind[0])} is wanted", expected))
+    return found
+
+
+def _around(target: Target, module: ResolvedModule) -> tuple[Layout, tuple[Layout, ...]]:
+    """What a module finds, and what it may leave behind."""
+    stream, inventory = target.stream, target.resolved.inventory
+    if module.fqn == inventory.head:
+        return REPLICATE, (REPLICATE, FEATURES)
+    if module in stream.cuts:
+        return REPLICATE, (STREAM,)
+    if stream.carries(module.fqn):
+        return STREAM, (STREAM,)
+    if module in stream.gathers:
+        return STREAM, (REPLICATE,)
+    if module.fqn == inventory.embedding:
+        return REPLICATE, (REPLICATE, STREAM)
+    if module.style is not None and module.style.split is Split.NONE and module.rule and module.rule.output is None:
+        return STREAM, (STREAM,)  # it passes on what it takes; `check_gradients` says where that is wrong
+    return REPLICATE, (REPLICATE,)
+
+
+def _same(target: Target, one: Layout, other: Layout) -> bool:
+    return one.resolved(target.sequence_parallel) == other.resolved(target.sequence_parallel)
+
+
+def _meaning(target: Target, layout: Layout) -> str:
+    return f"the stream, {layout.resolved(target.sequence_parallel)}" if layout == STREAM else str(layout)
+
+
+def _cut_features(module: ResolvedModule) -> bool:
+    return module.style is not None and module.style.split is not Split.NONE
+
+
+def check_repeats(target: Target) -> Iterator[Diagnostic]:
+    """SP207: siblings outside a block that each send one activation again: right, but several times the traffic."""
+    for group in groups(target):
+        if group.is_block:
+            continue
+        repeated: dict[Conversion, list[Member]] = {}
+        for member in group.members:
+            taken = input_conversion(member.module)
+            if taken and taken.source != FEATURES and _sends(target, member.module, taken):
+                repeated.setdefault(taken, []).append(member)
+        for conversion, members in repeated.items():
+            rule = members[0].rule
+            if len(members) > 1 and rule:
                 yield Diagnostic(
-                    "SP206", f"the gradient of {name} would be wrong: {fault}", where=rule.where, subject=name,
-                    expected="a style that says what the gradient is there", hint=hint,
-                )  # fmt: skip
-
-
-def check_ties(target: Target) -> Iterator[Diagnostic]:
-    """SP205: tied parameters are one parameter, so their rules place them alike."""
-    for group in target.resolved.inventory.ties:
-        placements = {}
-        for parameter in group:
-            module = target.resolved.by_fqn[next(ancestors(parameter.fqn))]
-            resolved = next(p for p in module.parameters if p.info.fqn == parameter.fqn)
-            dim = split_dim(resolved.style, module, parameter.name)
-            placements[parameter.fqn] = ("replicate" if dim is None else f"shard({dim})", resolved.claim)
-        if len({placement for placement, _ in placements.values()}) > 1:
-            yield Diagnostic(
-                "SP205",
-                "tied parameters have different placements: "
-                + ", ".join(f"{fqn} {placement}" for fqn, (placement, _) in placements.items()),
-                where=next((rule.where for _, rule in placements.values() if rule), None),
-                subject=group[0].fqn,
-                expected="one placement for both, since they are one parameter",
-                hint="embedding_rowwise and colwise both cut the vocabulary; or set tie_word_embeddings to false",
-            )
+                    "SP207",
+                    f"{listed([m.name for m in members])} of {group.name} each convert one input, {conversion}, "
+                    f"which sends it {len(members)} times",
+                    where=rule.where,
+                    subject=group.name,
+                    expected="one conversion for all of them",
+                    hint=f"add `{target.spell(group.name)}: block`",
+                    severity=Severity.WARNING,
+                )
 
 
 # ---------------------------------------------------------------- small questions
 
 
-def _split(module: ResolvedModule) -> Split:
-    return module.style.split if module.style is not None else Split.NONE
+def _edges(module: ResolvedModule) -> Iterator[tuple[str, Conversion]]:
+    for side, conversion in (("input", input_conversion(module)), ("output", output_conversion(module))):
+        if conversion is not None:
+            yield side, conversion
 
 
-def _says_partial(module: ResolvedModule) -> bool:
-    """A whole linear that its rule declares to see a part of the work: a router, a latent projection."""
-    return all(p.style is not None and p.style.gradient is Gradient.PARTIAL for p in module.parameters)
+def _lowered(module: ResolvedModule, conversion: Conversion) -> Edge:
+    return lower_edge(conversion, read_in_parts=module.style is not None and module.style.reads_in_parts)
 
 
-def _adds_up(target: Target, block: ResolvedModule) -> bool:
-    return any(_split(member) is Split.INPUT for member in target.resolved.children(block.fqn))
+def _communicates(module: ResolvedModule, conversion: Conversion) -> bool:
+    try:
+        edge = _lowered(module, conversion)
+    except UnsupportedConversionError:
+        return False  # reported by `check_conversions`
+    return edge.whole is not None or edge.cut is not None
 
 
-def _sees_stream(target: Target, module: ResolvedModule) -> bool:
-    return target.stream.carries(module.fqn) or module in target.stream.gathers
+def _sends(target: Target, module: ResolvedModule, conversion: Conversion) -> bool:
+    try:
+        collective = _lowered(module, conversion).in_mode(target.sequence_parallel)
+    except UnsupportedConversionError:
+        return False
+    return collective is not None and bool(collective.sends)
 
 
-def _output_layout(module: ResolvedModule) -> Layout:
-    conversion = output_conversion(module)
-    return conversion.target if conversion else REPLICATE
-
-
-def _is_first_member(target: Target, module: ResolvedModule) -> bool:
-    parent = next(ancestors(module.fqn))
-    members = (m for m in target.resolved.modules if m.fqn and next(ancestors(m.fqn)) == parent)
-    return target.resolved.inventory.by_fqn[parent].container and next(members) is module
-
-
-def _last(fqn: str) -> str:
-    return fqn.rpartition(".")[2]
-
-
-def _where(module: ResolvedModule, target: Target) -> Location:
-    return module.rule.where if module.rule else target.resolved.plan.where
+def fault(
+    target: Target, module: ResolvedModule, message: str, expected: str = "", hint: str = "correct the edge"
+) -> Diagnostic:
+    """A finding about an edge, at the rule of its module."""
+    where = module.rule.where if module.rule else target.resolved.plan.where
+    return Diagnostic("SP204", message, where, general(module.fqn), expected, hint)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from shardplan.checks.target import Target, count, general, nearest, size
+from shardplan.checks.faulty import Dead
+from shardplan.checks.members import left_whole
+from shardplan.checks.names import general, nearest
+from shardplan.checks.target import Target, count, listed, size
 from shardplan.diagnostics import Diagnostic, Severity
-from shardplan.patterns import Pattern
-from shardplan.plan import Layer
+from shardplan.inventory import ParameterInfo, ancestors
 from shardplan.resolve import Match, Matched
-from shardplan.styles import Kind
 
 
 def check_architectures(target: Target) -> Iterator[Diagnostic]:
@@ -22,89 +23,112 @@ def check_architectures(target: Target) -> Iterator[Diagnostic]:
             f"plan '{plan.name}' is not for {inventory.architectures[0]}",
             where=plan.where,
             subject=inventory.architectures[0],
-            expected=f"one of {', '.join(plan.architectures)}, or a class derived from one",
-            hint="choose the plan for this architecture, or add the class name to `architectures`",
+            expected=f"{listed(plan.architectures, 'or')}, or a class derived from one",
+            hint=f"use the plan for {inventory.architectures[0]}, or add this class to `architectures` if it is built "
+            "alike",
         )
-    if target.resolved.root is None:
+    elif target.resolved.root is None:
+        known = [fqn for fqn in inventory.by_fqn if fqn and general(fqn) == fqn]
+        close = [name for root in plan.roots for name in nearest(root, known, limit=1)]
+        top = [fqn for fqn in known if "." not in fqn]
         yield Diagnostic(
             "SP107",
-            f"none of the roots {', '.join(plan.roots)} is a module of {inventory.architectures[0]}",
+            f"{inventory.architectures[0]} has no module {listed(plan.roots, 'or')} for a leading dot to stand for",
             where=plan.where,
             subject=", ".join(plan.roots),
-            expected=f"one of {', '.join(m.fqn for m in inventory.modules if m.fqn and '.' not in m.fqn)}",
-            hint="correct `root`",
+            expected=f"`root` names a module: {listed(close or top, 'or')}",
+            hint=f"did you mean `root: {close[0]}`?" if close else "correct `root`",
         )
 
 
 def check_styles(target: Target) -> Iterator[Diagnostic]:
     """SP101: every style name is known."""
     known = tuple(target.resolved.styles)
-    for matched in target.resolved.rules:
+    for matched in target.faulty.unknown:
         rule = matched.line
-        if rule.style is not None and rule.style != "null" and rule.style not in known:
-            close = nearest(rule.style, known)
-            yield Diagnostic(
-                "SP101",
-                f"unknown style '{rule.style}' for {rule.pattern}",
-                where=rule.where,
-                subject=rule.style,
-                expected=f"one of {', '.join(known)}",
-                hint=f"did you mean {' or '.join(close)}?" if close else "register a style of your own from Python",
-            )
+        close = nearest(str(rule.style), known)
+        yield Diagnostic(
+            "SP101",
+            f"unknown style '{rule.style}' for {rule.pattern}",
+            where=rule.where,
+            subject=str(rule.style),
+            expected=f"one of {', '.join(known)}",
+            hint=f"did you mean {listed(close, 'or')}?" if close else "a style of your own is registered from Python",
+        )
 
 
 def check_dead_rules(target: Target) -> Iterator[Diagnostic]:
     """SP102, SP108: every alternative of every pattern matches something."""
-    if target.resolved.root is None:
-        return
-    plan = target.resolved
-    lines: tuple[tuple[str, tuple[Matched[Any], ...]], ...]
-    lines = (("SP102", plan.rules), ("SP108", plan.units), ("SP108", plan.recompute))
-    for code, matched_lines in lines:
-        for matched in matched_lines:
-            for match in matched.matches:
-                if not match.fqns:
-                    yield _dead(code, target, matched, match)
+    plan, faulty = target.resolved, target.faulty
+    misplaced = [dead for dead in faulty.dead if faulty.prefix in dead.elsewhere]
+    if misplaced:
+        yield _misplaced(target, misplaced)
+    for dead in faulty.dead:
+        if dead not in misplaced:
+            yield _dead("SP102", target, dead.rule, dead.match, _way_out(dead))
+    for matched in plan.rules:
+        for match in matched.matches:
+            if not match.fqns and matched.line.pattern.optional and _is_near_miss(target, match):
+                yield _dead("SP102", target, matched.line, match, _suggestion(target.faulty.near(match)))
+    lines: tuple[Matched[Any], ...] = (*plan.units, *plan.recompute)
+    for matched in lines:
+        for match in matched.matches:
+            if not match.fqns and not matched.line.pattern.optional:
+                yield _dead("SP108", target, matched.line, match, _suggestion(target.faulty.near(match)))
 
 
-def _dead(code: str, target: Target, matched: Matched[Any], match: Match) -> Diagnostic:
-    line = matched.line
-    pattern: Pattern = line.pattern
-    layer: Layer = line.layer
-    severity = Severity.NOTE if pattern.optional else Severity.WARNING if layer.kind == "hf" else Severity.ERROR
-    several = (
-        f", one of {len(pattern.alternatives)} alternatives of {pattern}," if len(pattern.alternatives) > 1 else ""
+def _misplaced(target: Target, dead: list[Dead]) -> Diagnostic:
+    """Many rules that all look in one wrong place, as one finding."""
+    prefix = target.faulty.prefix
+    assert prefix is not None
+    root, first = target.resolved.root, dead[0]
+    fqns = {fqn for entry in dead for fqn in entry.elsewhere.get(prefix, ())}
+    also = {other for entry in dead for other in entry.elsewhere} - {prefix}
+    place = f" under {root}" if root else ""
+    return Diagnostic(
+        "SP102",
+        f"{len(dead)} patterns match nothing{place} in {target.resolved.inventory.architectures[0]}, "
+        f"such as {first.rule.pattern.text}",
+        where=first.rule.where,
+        subject=first.rule.pattern.text,
+        expected=f"paths under {prefix}, where these patterns match {count(len(fqns), 'module')}"
+        + (f" (some would also match under {listed(sorted(also))})" if also else ""),
+        hint=f"they match if prefixed with {prefix}: write `root: [{prefix}]`",
     )
+
+
+def _dead(code: str, target: Target, line: Any, match: Match, hint: str) -> Diagnostic:
+    optional, from_hf = line.pattern.optional, line.layer.kind == "hf"
+    alternatives = len(line.pattern.alternatives)
+    several = f", one of {alternatives} alternatives of {line.pattern}," if alternatives > 1 else ""
     return Diagnostic(
         code,
         f"{match.alternative.text}{several} matches nothing in {target.resolved.inventory.architectures[0]}",
         where=line.where,
         subject=match.alternative.text,
-        expected="" if pattern.optional else "at least one module or parameter",
-        hint=_suggestion(target, match),
-        severity=severity,
+        expected="" if optional else "at least one match for every alternative, or a final '?'",
+        hint=hint,
+        severity=Severity.NOTE if optional else Severity.WARNING if from_hf else Severity.ERROR,
     )
 
 
-def _suggestion(target: Target, match: Match) -> str:
-    """The names that differ least from what was written, or how the pattern would match elsewhere."""
-    names = dict.fromkeys(general(fqn) for fqn in (*target.resolved.by_fqn, *_parameter_names(target)) if fqn)
-    tokens = match.alternative.tokens
-    under = [name for name in names if _suffix_matches(name, tokens)]
-    if under:
-        prefix = under[0].split(".")[: -len(tokens)]
-        return f"it would match if prefixed with {'.'.join(prefix)} ({under[0]}); set `root`, or write the full path"
-    close = nearest(".".join(tokens), names)
-    return f"the nearest names are {', '.join(close)}" if close else "correct it, or mark it optional with a final '?'"
+def _way_out(dead: Dead) -> str:
+    if dead.elsewhere:
+        prefix, fqns = next(iter(dead.elsewhere.items()))
+        return f"it matches if prefixed with {prefix} ({count(len(fqns), 'module')}, such as {fqns[0]})"
+    if dead.near and dead.meant:
+        return f"did you mean {dead.near[0]}? No other rule speaks of it"
+    return _suggestion(dead.near)
 
 
-def _suffix_matches(name: str, tokens: tuple[str, ...]) -> bool:
-    own = tuple(name.split("."))
-    return len(own) > len(tokens) > 1 and own[-len(tokens) :] == tokens
+def _suggestion(near: tuple[str, ...]) -> str:
+    return f"the nearest names are {listed(near)}" if near else "correct it, or mark it optional with a final '?'"
 
 
-def _parameter_names(target: Target) -> Iterator[str]:
-    return (parameter.fqn for parameter in target.resolved.inventory.parameters)
+def _is_near_miss(target: Target, match: Match) -> bool:
+    """Whether an optional pattern looks like the misspelt name of a module that is left without a rule."""
+    near = target.faulty.near(match)
+    return bool(near) and near[0] in {general(p.fqn.rpartition(".")[0]) for p in _undecided(target)}
 
 
 def check_rule_ties(target: Target) -> Iterator[Diagnostic]:
@@ -112,21 +136,26 @@ def check_rule_ties(target: Target) -> Iterator[Diagnostic]:
     for tie in target.resolved.ties:
         yield Diagnostic(
             "SP103",
-            f"{tie.first.pattern} and {tie.second.pattern} ({tie.second.where}) both claim {tie.fqn} with equal rank",
+            f"{tie.first.pattern} and {tie.second.pattern} ({tie.second.where}) both claim {tie.fqn} and neither is "
+            "more specific",
             where=tie.first.where,
             subject=tie.fqn,
             expected="one rule that is more specific, or both saying the same",
-            hint="write one of the patterns more precisely; literal > range > glob > * > **, then @Class",
+            hint="write one of the patterns more precisely: a name beats [0-3], which beats a_*, then *, then **; "
+            "then @Class beats none",
         )
 
 
 def check_claims(target: Target) -> Iterator[Diagnostic]:
-    """SP104: every parameter is decided about. An omission would replicate it in silence."""
+    """SP104: every parameter is decided about. An omission would replicate it in silence.
+
+    Linears that another check finds missing from their group, and parameters tied to a decided one, are left to that.
+    """
+    whole, undecided = left_whole(target), _undecided(target)
     forgotten: dict[str, list[int]] = {}
-    for module in target.resolved.modules:
-        for parameter in module.parameters:
-            if parameter.claim is None:
-                forgotten.setdefault(general(parameter.info.fqn), []).append(parameter.info.nbytes)
+    for parameter in undecided:
+        if parameter.fqn.rpartition(".")[0] not in whole and not target.explained(parameter.fqn):
+            forgotten.setdefault(general(_forgotten_whole(target, parameter.fqn)), []).append(parameter.nbytes)
     for name, sizes in forgotten.items():
         yield Diagnostic(
             "SP104",
@@ -134,67 +163,23 @@ def check_claims(target: Target) -> Iterator[Diagnostic]:
             where=target.resolved.plan.where,
             subject=name,
             expected="a rule for every parameter",
-            hint=f"give it a style, or write `{name.rpartition('.')[0] or name}: null` to replicate it on purpose",
+            hint=f"give it a style, or write `{target.spell(name)}: null` to replicate it on purpose",
         )
 
 
-def check_kinds(target: Target) -> Iterator[Diagnostic]:
-    """SP105: a style that splits weights stands on a module whose weights it can split."""
-    for module in target.resolved.modules:
-        style, rule = module.style, module.rule
-        if style is None or rule is None or not style.kinds or module.info.kind in style.kinds:
-            continue
-        kinds = " or ".join(kind.value for kind in style.kinds)
-        yield Diagnostic(
-            "SP105",
-            f"style {style.name} cannot split {general(module.fqn)}, a {module.info.class_name}",
-            where=rule.where,
-            subject=general(module.fqn),
-            expected=f"a module of kind {kinds}",
-            hint=_fitting(module.info.kind, style.split.value),
-        )
+def _undecided(target: Target) -> list[ParameterInfo]:
+    """Parameters that no rule claims under any of their names."""
+    parameters = [parameter for module in target.resolved.modules for parameter in module.parameters]
+    decided = {parameter.info.identity for parameter in parameters if parameter.claim is not None}
+    return [p.info for p in parameters if p.claim is None and p.info.identity not in decided]
 
 
-def _fitting(kind: Kind, split: str) -> str:
-    if kind is Kind.EMBEDDING:
-        return "an embedding takes embedding_rowwise"
-    if kind is Kind.LINEAR:
-        return "a linear takes colwise or rowwise"
-    return f"name the linears inside it whose {split} features are to be cut"
-
-
-def check_units(target: Target) -> Iterator[Diagnostic]:
-    """SP109: FSDP2 units are modules that run, and no unit separates tied parameters."""
-    unit_of: dict[str, str] = {}
-    for matched in target.resolved.units:
-        for fqn in matched.fqns:
-            unit_of[fqn] = fqn
-            if target.resolved.by_fqn[fqn].info.container:
-                yield Diagnostic(
-                    "SP109",
-                    f"{fqn} is a {target.resolved.by_fqn[fqn].info.class_name}, whose forward never runs",
-                    where=matched.line.where,
-                    subject=fqn,
-                    expected="a module that is called in the forward",
-                    hint=f"name its members: {fqn}.*",
-                )
-    for group in target.resolved.inventory.ties:
-        units = {parameter.fqn: _unit_around(parameter.fqn, unit_of) for parameter in group}
-        if len(set(units.values())) > 1:
-            yield Diagnostic(
-                "SP109",
-                "tied parameters lie in different FSDP2 units: "
-                + ", ".join(f"{fqn} in {unit or 'the root'}" for fqn, unit in units.items()),
-                where=target.resolved.plan.where,
-                subject=group[0].fqn,
-                expected="both in one unit",
-                hint="take the units that hold only one of them out of fsdp.units; the root then holds both",
-            )
-
-
-def _unit_around(fqn: str, units: dict[str, str]) -> str:
-    while fqn:
-        fqn = fqn.rpartition(".")[0]
-        if fqn in units:
-            return fqn
-    return ""
+def _forgotten_whole(target: Target, parameter: str) -> str:
+    """The largest module around a parameter of which no rule says anything."""
+    whole = parameter
+    for fqn in ancestors(parameter):
+        if not fqn or fqn in target.faulty.spoken_around:
+            break
+        if not target.resolved.inventory.by_fqn[fqn].container:
+            whole = fqn
+    return whole

@@ -3,94 +3,100 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from math import gcd
 
-from shardplan.checks.target import Target, general
-from shardplan.diagnostics import Diagnostic
-from shardplan.inventory import HeadInfo
+from shardplan.checks.names import general, last
+from shardplan.checks.target import Target, listed
+from shardplan.diagnostics import Diagnostic, Location
+from shardplan.inventory import ancestors
 from shardplan.lower import split_dim
-from shardplan.resolve import ResolvedModule, ResolvedParameter
+from shardplan.resolve import ResolvedModule
 from shardplan.styles import Kind, Split
 
 
 def check_heads(target: Target) -> Iterator[Diagnostic]:
     """SP201: tp divides heads and KV heads. Columns may divide where heads do not, and then heads are torn apart."""
-    tp = target.mesh.tp
-    for module in target.resolved.modules:
+    for module in _torn(target):
         heads = module.info.attention
-        if heads is None or not _splits_outputs(target, module):
-            continue
-        if heads.heads % tp or heads.kv_heads % tp:
-            yield Diagnostic(
-                "SP201",
-                f"{general(module.fqn)} has {heads.heads} heads and {heads.kv_heads} KV heads of head_dim "
-                f"{heads.head_dim}, which tp={tp} does not divide",
-                where=module.rule.where if module.rule else target.resolved.plan.where,
-                subject=general(module.fqn),
-                expected=f"tp among {_degrees(_common(heads))}",
-                hint="choose one of these degrees",
-            )
+        assert heads is not None
+        name = general(module.fqn)
+        yield Diagnostic(
+            "SP201",
+            f"tp={target.mesh.tp} does not divide the heads of {name}: {heads.heads} heads, {heads.kv_heads} KV heads, "
+            f"head_dim {heads.head_dim}",
+            where=module.rule.where if module.rule else target.resolved.plan.where,
+            subject=name,
+            expected=f"a tp that divides both: {_degrees(gcd(heads.heads, heads.kv_heads))}",
+            hint="choose one of these degrees; KV heads are not replicated",
+        )
 
 
-def _splits_outputs(target: Target, module: ResolvedModule) -> bool:
-    prefix = f"{module.fqn}."
-    return any(
-        other.fqn.startswith(prefix) and other.style is not None and other.style.split is Split.OUTPUT
-        for other in target.resolved.modules
-    )
+def _torn(target: Target) -> list[ResolvedModule]:
+    """Attention modules with cut linears inside whose heads tp does not divide."""
+    cut = (m.fqn for m in target.resolved.modules if m.style is not None and m.style.split is Split.OUTPUT)
+    around = {above for fqn in cut for above in ancestors(fqn)}
+    return [
+        module
+        for module in target.resolved.modules
+        if module.fqn in around
+        and (heads := module.info.attention) is not None
+        and (heads.heads % target.mesh.tp or heads.kv_heads % target.mesh.tp)
+    ]
+
+
+@dataclass(slots=True)
+class _Cut:
+    """Parameters that are cut along one dim of the model: the features between two linears, or the vocabulary."""
+
+    length: int
+    place: str
+    vocabulary: bool
+    where: Location
+    names: list[str] = field(default_factory=list)
 
 
 def check_dims(target: Target) -> Iterator[Diagnostic]:
     """SP202: tp divides every dim that is cut; a vocabulary need only have something for every rank."""
     tp = target.mesh.tp
+    for cut in _cuts(target):
+        chunk = -(-cut.length // tp)
+        if cut.vocabulary and chunk * (tp - 1) >= cut.length:
+            problem = f"would be cut into {_shards(cut.length, tp)}: a rank without a row"
+            expected, hint = "at least one row for every rank", "choose a smaller tp"
+        elif not cut.vocabulary and cut.length % tp:
+            problem = f"would be cut into {_shards(cut.length, tp)}"
+            expected = f"a tp that divides {cut.length}: {_degrees(cut.length)}"
+            hint = f"choose one of these degrees, or change the model's {cut.length}"
+        else:
+            continue
+        names = list(dict.fromkeys(cut.names))
+        verb = "share a dim" if len(names) > 1 else "has a dim"
+        message = f"{cut.place}{listed(names)} {verb} of {cut.length}, which over tp={tp} {problem}"
+        yield Diagnostic("SP202", message, cut.where, ", ".join(names), expected, hint)
+
+
+def _cuts(target: Target) -> list[_Cut]:
+    """Every dim that is cut, once: over all layers, and for all who share it."""
+    torn = {module.fqn for module in _torn(target)}
+    cuts: dict[tuple[str, int], _Cut] = {}
     for module in target.resolved.modules:
+        vocabulary = _is_vocabulary(target, module)
+        parent = module.block if module.block is not None else next(ancestors(module.fqn), "")
+        place = "" if vocabulary else general(parent)
         for parameter in module.parameters:
             dim = split_dim(parameter.style, module, parameter.info.name)
-            if dim is None:
+            if dim is None or parameter.claim is None or not torn.isdisjoint(ancestors(module.fqn)):
                 continue
-            length = parameter.info.shape[dim]
-            if _is_vocabulary(target, module):
-                if -(-length // tp) * (tp - 1) >= length:
-                    yield _fault(target, parameter, dim, f"leaves ranks without a row over tp={tp}", "fewer ranks")
-            elif length % tp:
-                yield _fault(
-                    target, parameter, dim, f"would be cut into {_shards(length, tp)} over tp={tp}", _degrees(length)
-                )
-
-
-def _fault(target: Target, parameter: ResolvedParameter, dim: int, problem: str, expected: str) -> Diagnostic:
-    info, rule = parameter.info, parameter.claim
-    assert rule is not None
-    partners = f" (with {', '.join(_same_dim(target, parameter, dim))})" if _same_dim(target, parameter, dim) else ""
-    return Diagnostic(
-        "SP202",
-        f"dim {dim} of {general(info.fqn)}, {info.shape[dim]} long{partners}, {problem}",
-        where=rule.where,
-        subject=general(info.fqn),
-        expected=f"tp among {expected}" if expected[0].isdigit() else expected,
-        hint="choose one of these degrees, or leave the pair whole with null and no block around it",
-    )
-
-
-def _same_dim(target: Target, parameter: ResolvedParameter, dim: int) -> list[str]:
-    """The other weights of the block that are cut along the same features."""
-    length = parameter.info.shape[dim]
-    owner = parameter.info.fqn.rpartition(".")[0]
-    block = target.resolved.by_fqn[owner].block
-    if block is None:
-        return []
-    partners = []
-    for other in target.resolved.children(block):
-        for candidate in other.parameters:
-            cut = split_dim(candidate.style, other, candidate.info.name)
-            same = cut is not None and candidate.info.shape[cut] == length and candidate.info.name == "weight"
-            if same and candidate.info.fqn != parameter.info.fqn and other.fqn != owner:
-                partners.append(other.fqn.rpartition(".")[2])
-    return partners
+            length, said = parameter.info.shape[dim], f"{place}: " if place else ""
+            cut = cuts.setdefault((place, length), _Cut(length, said, vocabulary, parameter.claim.where))
+            cut.names.append(general(module.fqn) if vocabulary else last(module.fqn))
+    return list(cuts.values())
 
 
 def _is_vocabulary(target: Target, module: ResolvedModule) -> bool:
-    return module.info.kind is Kind.EMBEDDING or module.fqn == target.resolved.inventory.head
+    embedding = module.info.kind is Kind.EMBEDDING and module.style is not None and module.style.split is Split.INPUT
+    return embedding or module.fqn == target.resolved.inventory.head
 
 
 def _shards(length: int, tp: int) -> str:
@@ -98,9 +104,6 @@ def _shards(length: int, tp: int) -> str:
     return "+".join(str(max(0, min(chunk, length - rank * chunk))) for rank in range(tp))
 
 
-def _common(heads: HeadInfo) -> int:
-    return gcd(heads.heads, heads.kv_heads)
-
-
 def _degrees(length: int) -> str:
-    return ", ".join(str(degree) for degree in range(1, length + 1) if length % degree == 0)
+    degrees = [str(degree) for degree in range(1, length + 1) if length % degree == 0]
+    return listed(degrees if len(degrees) <= 12 else [*degrees[:12], "more"], "or")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+from shardplan.checks.faulty import FaultyRules
 from shardplan.mesh import MeshSpec
 from shardplan.residual import ResidualStream
 from shardplan.resolve import ResolvedPlan
@@ -24,15 +24,30 @@ class Target:
     def stream(self) -> ResidualStream:
         return ResidualStream(self.resolved)
 
+    @cached_property
+    def faulty(self) -> FaultyRules:
+        """Rules that come to nothing. What they were meant for is not reported a second time."""
+        return FaultyRules(self.resolved)
 
-def general(fqn: str) -> str:
-    """``model.layers.3.mlp`` as ``model.layers.*.mlp``: what a fault has in common over layers."""
-    return ".".join("*" if token.isdigit() else token for token in fqn.split("."))
+    def explained(self, fqn: str) -> bool:
+        """Whether a faulty rule was probably meant for a module, or for the module of a parameter."""
+        return fqn in self.faulty.meant or fqn.rpartition(".")[0] in self.faulty.meant
+
+    def spell(self, name: str) -> str:
+        """A general name as a rule would write it: relative to the plan's root where it lies below."""
+        root = self.resolved.root
+        return name.removeprefix(root) if root and name.startswith(f"{root}.") else name
 
 
 def count(number: int, noun: str) -> str:
     """``1 module``, ``2 modules``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def listed(names: Iterable[str], last: str = "and") -> str:
+    """``a``, ``a and b``, ``a, b and c``."""
+    *others, final = names
+    return f"{', '.join(others)} {last} {final}" if others else final
 
 
 def size(nbytes: int) -> str:
@@ -43,8 +58,3 @@ def size(nbytes: int) -> str:
             break
         amount, unit = amount / 1024, larger
     return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
-
-
-def nearest(name: str, known: Iterable[str], limit: int = 3) -> list[str]:
-    """The names that were probably meant, best first."""
-    return difflib.get_close_matches(name, list(dict.fromkeys(known)), n=limit, cutoff=0.5)

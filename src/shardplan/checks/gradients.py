@@ -1,0 +1,111 @@
+"""Checks that every parameter's gradient is right where it stands, and that tied parameters are one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardplan.checks.members import groups
+from shardplan.checks.names import general
+from shardplan.checks.target import Target, listed
+from shardplan.diagnostics import Diagnostic
+from shardplan.inventory import ancestors
+from shardplan.lower import split_dim
+from shardplan.plan import Rule
+from shardplan.resolve import ResolvedModule
+from shardplan.styles import Gradient, Kind, Split, Style
+
+
+def check_gradients(target: Target) -> Iterator[Diagnostic]:
+    """SP206: a replicated parameter's gradient is summed exactly where each rank sees only a part of the work."""
+    between = {group.owner.fqn for group in groups(target) if not group.is_block}
+    for module in target.resolved.modules:
+        for parameter in module.parameters:
+            style, rule = parameter.style, parameter.claim
+            if style is None or rule is None or style.split is not Split.NONE or style.native is not None:
+                continue
+            fault = _fault(target, module, style, in_parts=not between.isdisjoint(ancestors(module.fqn)))
+            if fault:
+                reason, hint = fault
+                name = general(parameter.info.fqn)
+                yield Diagnostic(
+                    "SP206",
+                    f"the gradient of {name} would be wrong: {reason}",
+                    where=rule.where,
+                    subject=name,
+                    expected="a style that says what the gradient is there",
+                    hint=hint,
+                )
+
+
+def _fault(target: Target, module: ResolvedModule, style: Style, *, in_parts: bool) -> tuple[str, str] | None:
+    """What is wrong with the gradient that ``style`` declares where the module stands, and what to do."""
+    if module.block is not None:
+        if style.gradient is Gradient.STREAM:
+            return (
+                f"{style.name} stands inside block {general(module.block)}, off the residual stream",
+                "use replicated_with_grad_allreduce: inside a block each rank sees its part of the work only",
+            )
+        return None
+    if in_parts:
+        if style.gradient is Gradient.PARTIAL:
+            return None
+        return (
+            "it stands between linears that are cut, where each rank sees its part of the work only, and "
+            f"{_named(style)} does not sum it",
+            f"use replicated_with_grad_allreduce, or make {general(next(ancestors(module.fqn)))} a block",
+        )
+    on_stream = target.stream.carries(module.fqn)
+    if style.gradient is Gradient.PARTIAL:
+        return (
+            f"each rank has the whole of it there, and {_named(style)} adds them up",
+            "use sequence_parallel" if on_stream else "use null",
+        )
+    if style.gradient is Gradient.STREAM and not on_stream and module not in target.stream.gathers:
+        return f"{style.name} stands where the residual stream does not run", "use null: its gradient is complete there"
+    if on_stream and target.sequence_parallel and style.gradient is Gradient.COMPLETE:
+        return (
+            f"{_named(style)} runs on the cut residual stream, where each rank sees its part of the sequence only",
+            "use sequence_parallel",
+        )
+    return None
+
+
+def _named(style: Style) -> str:
+    return f"style {style.name}"
+
+
+# ---------------------------------------------------------------- SP205
+
+
+def check_ties(target: Target) -> Iterator[Diagnostic]:
+    """SP205: tied parameters are one parameter, so their rules place them alike."""
+    for group in target.resolved.inventory.ties:
+        placements: dict[str, tuple[str, Rule | None]] = {}
+        for parameter in group:
+            module = target.resolved.by_fqn[next(ancestors(parameter.fqn))]
+            resolved = next(p for p in module.parameters if p.info.fqn == parameter.fqn)
+            dim = split_dim(resolved.style, module, parameter.name)
+            placements[parameter.fqn] = ("replicate" if dim is None else f"shard({dim})", resolved.claim)
+        silent = [rule for _, rule in placements.values() if rule is None]
+        if len({placement for placement, _ in placements.values()}) == 1 or len(silent) == len(group):
+            continue
+        if any(target.explained(parameter.fqn) for parameter in group):
+            continue
+        spoken = [f"{fqn} {place}{'' if rule else ' (no rule)'}" for fqn, (place, rule) in placements.items()]
+        yield Diagnostic(
+            "SP205",
+            f"tied parameters are placed differently: {listed(spoken)}",
+            where=next(rule.where for _, rule in placements.values() if rule),
+            subject=group[0].fqn,
+            expected="one placement under all names, since it is one parameter",
+            hint=_hint(target, list(placements)),
+        )
+
+
+def _hint(target: Target, fqns: list[str]) -> str:
+    modules = [target.resolved.by_fqn[next(ancestors(fqn))] for fqn in fqns]
+    styles = {Kind.EMBEDDING: "embedding_rowwise", Kind.LINEAR: "colwise"}
+    if {module.info.kind for module in modules} == set(styles):
+        rules = [f"`{target.spell(general(m.fqn))}: {styles[m.info.kind]}`" for m in modules]
+        return f"{listed(rules)} both cut the vocabulary"
+    return "give all of them one style"

@@ -1,0 +1,63 @@
+"""Checks that a style stands on a module that it can split, and that a module's parameters are split together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardplan.checks.names import general
+from shardplan.checks.target import Target, listed
+from shardplan.diagnostics import Diagnostic
+from shardplan.lower import split_dim
+from shardplan.resolve import ResolvedModule
+from shardplan.styles import Split, Style
+
+
+def check_kinds(target: Target) -> Iterator[Diagnostic]:
+    """SP105: a style that splits weights stands on a module whose weights it can split."""
+    for module in target.resolved.modules:
+        style, rule = module.style, module.rule
+        if style is None or rule is None or not style.kinds or module.info.kind in style.kinds:
+            continue
+        yield Diagnostic(
+            "SP105",
+            f"style {style.name} cannot split {general(module.fqn)}, a {module.info.class_name}",
+            where=rule.where,
+            subject=general(module.fqn),
+            expected=f"style {style.name} on a module of kind {listed([kind.value for kind in style.kinds], 'or')}",
+            hint=_fitting(target, module, style),
+        )
+
+
+def _fitting(target: Target, module: ResolvedModule, style: Style) -> str:
+    kind, styles = module.info.kind, target.resolved.styles
+    fitting = [name for name, row in styles.items() if kind in row.kinds and row.split is style.split]
+    if fitting:
+        return f"use {listed(fitting, 'or')}"
+    below = (m for m in target.resolved.modules if m.fqn.startswith(f"{module.fqn}."))
+    names = list(dict.fromkeys(target.spell(general(m.fqn)) for m in below if m.info.kind in style.kinds))
+    if not names:
+        return "use a style that does not split, or null"
+    return f"name the modules inside it that are to be split: {', '.join(names[:4])}"
+
+
+def check_parameters(target: Target) -> Iterator[Diagnostic]:
+    """SP105: a module's parameters are split as the module is. A rule for one parameter alone would split only that."""
+    for module in target.resolved.modules:
+        for parameter in module.parameters:
+            claim, fqn = parameter.claim, general(parameter.info.fqn)
+            if claim is None or claim is module.rule or parameter.style is None:
+                continue
+            written = split_dim(parameter.style, module, parameter.info.name)
+            due = split_dim(module.style, module, parameter.info.name)
+            if written == due:
+                continue
+            splits = parameter.style.split is not Split.NONE
+            yield Diagnostic(
+                "SP105",
+                f"{claim.pattern} speaks of a parameter, {fqn}, but "
+                + (f"style {parameter.style.name} splits whole modules" if splits else "its module is split"),
+                where=claim.where,
+                subject=fqn,
+                expected=f"one rule for the {module.info.class_name} {target.spell(fqn.rpartition('.')[0])}",
+                hint="remove the parameter's name from the pattern" if splits else "remove this rule",
+            )

@@ -1,0 +1,252 @@
+"""Checks of what works together: the linears of one block, or the siblings that hand each other cut activations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shardplan.checks.names import general, last
+from shardplan.checks.target import Target, listed
+from shardplan.diagnostics import Diagnostic, Location
+from shardplan.inventory import ancestors
+from shardplan.layouts import PARTIAL, REPLICATE, Layout, shard
+from shardplan.plan import Rule
+from shardplan.residual import input_conversion, output_conversion
+from shardplan.resolve import ResolvedModule
+from shardplan.styles import Gradient, Kind, Split
+
+FEATURES = shard(-1)
+
+_ORDER = "colwise linears, then a rowwise one"
+_ALIKE = "make all of them colwise"
+
+# Linears that read one activation and go into one computation: they are cut alike.
+_SIBLINGS = (
+    {"q_proj", "k_proj", "v_proj"},
+    {"wq", "wk", "wv"},
+    {"query", "key", "value"},
+    {"gate_proj", "up_proj"},
+    {"w1", "w3"},
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A linear with the layout that it takes and the one that it gives, as its style and its rule say."""
+
+    module: ResolvedModule
+    takes: Layout
+    gives: Layout
+
+    @property
+    def name(self) -> str:
+        return last(self.module.fqn)
+
+    @property
+    def rule(self) -> Rule | None:
+        return self.module.rule
+
+    @property
+    def role(self) -> str:
+        """``consumer`` of cut features, ``producer`` of them, or ``whole``."""
+        return "consumer" if self.takes == FEATURES else "producer" if self.gives == FEATURES else "whole"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The linears of a block, or, where no block is, those of one parent of which some are cut."""
+
+    owner: ResolvedModule
+    members: tuple[Member, ...]
+
+    @property
+    def is_block(self) -> bool:
+        return self.owner.style is not None and self.owner.style.opens_block
+
+    @property
+    def name(self) -> str:
+        return f"block {general(self.owner.fqn)}" if self.is_block else general(self.owner.fqn) or "the model"
+
+    def of_role(self, role: str) -> tuple[Member, ...]:
+        return tuple(member for member in self.members if member.role == role)
+
+    def whole(self) -> tuple[Member, ...]:
+        """Members that are not cut and do not say that they see a part of the work only."""
+        return tuple(member for member in self.of_role("whole") if not _says_partial(member.module))
+
+
+def groups(target: Target) -> Iterator[Group]:
+    """The groups whose rules are not at fault already."""
+    resolved = target.resolved
+    members: dict[str, list[Member]] = {}
+    for module in resolved.modules:
+        if module.info.kind is Kind.LINEAR and module.fqn != resolved.inventory.head:
+            around = module.block if module.block is not None else next(ancestors(module.fqn))
+            members.setdefault(around, []).append(_member(module))
+    for owner in resolved.modules:
+        group = Group(owner, tuple(members.get(owner.fqn, ())))
+        cut = any(member.role != "whole" for member in group.members)
+        if (group.is_block or cut) and not _waits(target, group):
+            yield group
+
+
+def _waits(target: Target, group: Group) -> bool:
+    """Whether a faulty rule or a torch style, whose layouts are its own affair, leaves nothing to say."""
+    natives = (m.module.style is not None and m.module.style.native is not None for m in group.members)
+    return any(natives) or any(target.explained(member.module.fqn) for member in group.members)
+
+
+def _member(module: ResolvedModule) -> Member:
+    taken, given, split = input_conversion(module), output_conversion(module), module.style and module.style.split
+    inside = {Split.INPUT: (FEATURES, PARTIAL), Split.OUTPUT: (REPLICATE, FEATURES)}
+    takes, gives = inside.get(split, (REPLICATE, REPLICATE)) if split else (REPLICATE, REPLICATE)
+    return Member(module, taken.source if taken else takes, given.target if given else gives)
+
+
+def _says_partial(module: ResolvedModule) -> bool:
+    """A whole linear that its rule declares to see a part of the work: a router, a latent projection."""
+    return all(p.style is not None and p.style.gradient is Gradient.PARTIAL for p in module.parameters)
+
+
+# ---------------------------------------------------------------- SP203
+
+
+def check_members(target: Target) -> Iterator[Diagnostic]:
+    """SP203: between two edges every linear is cut, and what some produce in parts, others take in parts."""
+    for group in groups(target):
+        yield from _incomplete(target, group) or _disordered(target, group)
+
+
+def left_whole(target: Target) -> frozenset[str]:
+    """The linears that `check_members` reports as whole."""
+    return frozenset(member.module.fqn for group in groups(target) for member in group.whole())
+
+
+def _incomplete(target: Target, group: Group) -> list[Diagnostic]:
+    whole, producers, consumers = group.whole(), group.of_role("producer"), group.of_role("consumer")
+    if whole:
+        verb = "stays" if len(whole) == 1 else "stay"
+        message = f"{_names(whole)} {verb} whole in {group.name}, where {_roles(producers, consumers)}"
+        expected = f"every linear of {group.name} is cut"
+        return [_fault(target, group, message, expected, _remedy(group, whole))]
+    if not consumers and _ends_in_parts(group):
+        given = _names(producers) or "its members"
+        message = f"{group.name} has no rowwise linear to add up what {given} give in parts"
+        return [_fault(target, group, message, _ORDER, _last_hint(group))]
+    if consumers and not producers:
+        message = f"{group.name} has no colwise linear to give {_names(consumers)} the parts that it takes"
+        hint = f"make the linears before {consumers[0].name} colwise"
+        return [_fault(target, group, message, _ORDER, hint)]
+    return []
+
+
+def _ends_in_parts(group: Group) -> bool:
+    """Whether somebody has to add up: behind a block, unless its output edge takes the features as they are."""
+    given = output_conversion(group.owner)
+    return not (group.is_block and given and given.source == FEATURES)
+
+
+def _roles(producers: tuple[Member, ...], consumers: tuple[Member, ...]) -> str:
+    parts = [f"{_names(part)} {'is' if len(part) == 1 else 'are'} {style}"
+             for part, style in ((producers, "colwise"), (consumers, "rowwise")) if part]  # fmt: skip
+    return listed(parts) if parts else "nothing else is cut"
+
+
+def _remedy(group: Group, whole: tuple[Member, ...]) -> str:
+    producers, consumers = group.of_role("producer"), group.of_role("consumer")
+    names = _names(whole)
+    if not producers and not consumers:
+        return f"give {names} styles, or take {group.name} out of its rule"
+    missing, given = {member.name for member in whole}, {member.name for member in producers}
+    are_siblings = any(missing <= siblings and given & siblings for siblings in _SIBLINGS)
+    if consumers and (not producers or are_siblings):
+        verb = "it gives" if len(whole) == 1 else "they give"
+        return f"make {names} colwise: {_names(consumers)} takes in parts what {verb}"
+    if not consumers and whole[-1] is group.members[-1]:
+        return f"make {whole[-1].name} rowwise: it takes what {_names(producers)} give in parts"
+    return f"make {names} colwise where it reads the input of {group.name}, rowwise where it reads what was cut"
+
+
+def _last_hint(group: Group) -> str:
+    if not group.members:
+        return "it holds no linear: remove its rule"
+    return f"make {group.members[-1].name}, its last linear, rowwise"
+
+
+def _disordered(target: Target, group: Group) -> list[Diagnostic]:
+    """Members whose roles are mixed up: siblings cut differently, or the first one taking what nobody gave yet."""
+    roles = {member.name: member for member in group.members}
+    for siblings in _SIBLINGS:
+        members = [roles[name] for name in roles if name in siblings]
+        odd = [member for member in members if member.role != members[0].role]
+        if odd:
+            first, other = members[0], odd[0]
+            message = (
+                f"{other.name} is {_style(other)} in {group.name}, but its sibling {first.name} is {_style(first)}"
+            )
+            return [_fault(target, group, message, f"{_names(tuple(members))} cut alike", _ALIKE, other)]
+    if group.members and group.members[0].role == "consumer":
+        first = group.members[0]
+        message = f"{first.name}, the first linear of {group.name}, takes features in parts that nothing gives"
+        return [_fault(target, group, message, _ORDER, f"make {first.name} colwise", first)]
+    return []
+
+
+def _fault(
+    target: Target, group: Group, message: str, expected: str, hint: str, at: Member | None = None
+) -> Diagnostic:
+    return Diagnostic("SP203", message, _where(target, group, at), general(group.owner.fqn), expected, hint)
+
+
+def _where(target: Target, group: Group, at: Member | None) -> Location:
+    """The line that cuts a sibling of what is missing: there the missing name belongs."""
+    cut = (*((at,) if at else ()), *group.of_role("producer"), *group.of_role("consumer"))
+    rules = [*(member.rule for member in cut), group.owner.rule]
+    return next((rule.where for rule in rules if rule), target.resolved.plan.where)
+
+
+def _style(member: Member) -> str:
+    return {"producer": "colwise", "consumer": "rowwise", "whole": "whole"}[member.role]
+
+
+def _names(members: tuple[Member, ...]) -> str:
+    return listed([member.name for member in members]) if members else ""
+
+
+# ---------------------------------------------------------------- SP105
+
+
+def check_packed(target: Target) -> Iterator[Diagnostic]:
+    """SP105: a colwise linear that packs several projections, whose columns are not those that the next one takes."""
+    for group in groups(target):
+        producers, consumers = group.of_role("producer"), group.of_role("consumer")
+        if len(producers) != 1 or len(consumers) != 1 or not (rule := producers[0].rule):
+            continue
+        columns, rows = _weight(producers[0])[0], _weight(consumers[0])[1]
+        if columns == rows:
+            continue
+        fqn, sections = general(producers[0].module.fqn), _sections(group, columns, rows)
+        yield Diagnostic(
+            "SP105",
+            f"{fqn} gives {columns} features and {consumers[0].name} takes {rows}: it packs {sections}, and a plain "
+            "cut would give each rank parts of some of them only",
+            where=rule.where,
+            subject=fqn,
+            expected="a style that cuts each packed section on its own",
+            hint=f"unpack {producers[0].name} in the model, or replicate the pair: no style cuts sections yet",
+        )
+
+
+def _weight(member: Member) -> tuple[int, ...]:
+    return next(p.info.shape for p in member.module.parameters if p.info.name == "weight")
+
+
+def _sections(group: Group, columns: int, rows: int) -> str:
+    heads = group.owner.info.attention
+    if heads and columns == (heads.heads + 2 * heads.kv_heads) * heads.head_dim:
+        sizes = [heads.heads * heads.head_dim] + 2 * [heads.kv_heads * heads.head_dim]
+    elif columns % rows == 0:
+        sizes = [rows] * (columns // rows)
+    else:
+        return "sections"
+    return f"sections of {', '.join(map(str, sizes))}"
