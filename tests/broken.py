@@ -12,7 +12,6 @@ from torch.distributed.fsdp import FSDPModule
 import communication
 import parity
 import tiny_models
-from shardplan import apply_plan
 from shardplan.apply import APPLIED
 from shardplan.layouts import Conversion
 from shardplan.parallel import collectives, local, style
@@ -68,9 +67,9 @@ def fsdp_units(breakage: str | None, case: parity.Case) -> list[str]:
     mesh = parity.build_mesh(case.mesh)
     if breakage:
         with BREAKAGES[breakage]():
-            apply_plan(model, case.plan, mesh)
+            case.apply(model, mesh)
     else:
-        apply_plan(model, case.plan, mesh)
+        case.apply(model, mesh)
     return [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
 
 
@@ -80,7 +79,7 @@ def unsynced_modes(breakage: str | None, case: parity.Case) -> list[str]:
 
     def gradients(interleaved: bool) -> dict[str, Any]:
         model = tiny_models.build(case.model)
-        apply_plan(model, case.plan, mesh, sequence_parallel=case.sequence_parallel)
+        case.apply(model, mesh)
         model.gradient_checkpointing_enable()
         batches: Sequence[Any] = [parity.make_inputs(parity.Batch(length=length)) for length in (16, 5)]
         losses = []

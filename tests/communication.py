@@ -10,7 +10,6 @@ from torch.distributed.fsdp import FSDPModule
 import parity
 import tiny_models
 from counting import counted, sum_of
-from shardplan import apply_plan
 from shardplan.apply import APPLIED
 
 Counts = dict[str, dict[str, int]]
@@ -20,7 +19,7 @@ def collectives(case: parity.Case, length: int = 16) -> Counts:
     """Collectives over tp of one forward and one backward, by kind; the gradient sums are among the backward's."""
     mesh = parity.build_mesh(case.mesh)
     model = tiny_models.build(case.model, **case.changes)
-    model = apply_plan(model, case.plan, mesh, sequence_parallel=case.sequence_parallel, **case.options)
+    model = case.apply(model, mesh)
     if case.checkpointing:
         model.gradient_checkpointing_enable()
     return collectives_of(model, mesh["tp"].get_group().group_name, length)
@@ -30,7 +29,7 @@ def counted_against_plan(case: parity.Case) -> list[str]:
     """Where the collectives that run are not those that the compiled plan lists, plus its coalesced sums."""
     mesh = parity.build_mesh(case.mesh)
     model = tiny_models.build(case.model, **case.changes)
-    model = apply_plan(model, case.plan, mesh, sequence_parallel=case.sequence_parallel, **case.options)
+    model = case.apply(model, mesh)
     compiled = getattr(model, APPLIED).compiled
     listed: dict[str, Counter[str]] = {"forward": Counter(), "backward": Counter()}
     for _, direction, name in compiled.collectives():
@@ -54,7 +53,7 @@ def collectives_of(model: torch.nn.Module, group: str, length: int = 16) -> Coun
 def loss_collectives(case: parity.Case) -> Counts:
     """What `labels=` adds: the forward with it against the forward without."""
     mesh = parity.build_mesh(case.mesh)
-    model = apply_plan(tiny_models.build(case.model), case.plan, mesh, sequence_parallel=case.sequence_parallel)
+    model = case.apply(tiny_models.build(case.model), mesh)
     group = mesh["tp"].get_group().group_name
     ids = torch.randint(0, tiny_models.VOCABULARY, (2, 16))
     _, without = counted(lambda: model(input_ids=ids, use_cache=False))
@@ -66,7 +65,7 @@ def loss_collectives(case: parity.Case) -> Counts:
 def no_sync_collectives(case: parity.Case) -> list[Counts]:
     """Two micro-batches under FSDP2, of which only the second synchronises: backward collectives over tp of each."""
     mesh = parity.build_mesh(case.mesh)
-    model = apply_plan(tiny_models.build(case.model), case.plan, mesh, sequence_parallel=case.sequence_parallel)
+    model = case.apply(tiny_models.build(case.model), mesh)
     assert isinstance(model, FSDPModule)
     counts = []
     for last in (False, True):

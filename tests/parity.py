@@ -20,7 +20,8 @@ from shardplan import apply_plan, cross_entropy
 from shardplan.mesh import parse_mesh
 
 ROWS = 4  # of a global batch; every dp degree in use divides it
-LR = 1e-2
+LR = 1e-3
+CLIP = 0.1  # below every gradient norm here: clipping scales
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,14 @@ class Case:
     model: str
     mesh: str
     sequence_parallel: bool
-    plan: str = "llama"
+    plan: Any = None  # the shipped one for the model
     changes: dict[str, Any] = field(default_factory=dict)  # of the model's config
     options: dict[str, Any] = field(default_factory=dict)  # of apply_plan
     checkpointing: bool = False  # transformers' own, switched on afterwards
+
+    def apply(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        plan = self.plan or tiny_models.plan_of(self.model)
+        return apply_plan(model, plan, mesh, sequence_parallel=self.sequence_parallel, **self.options)
 
     @property
     def world_size(self) -> int:
@@ -60,14 +65,14 @@ def compare(case: Case, batches: list[Batch]) -> list[str]:
     """Every violation of the contract, in words; empty when all holds."""
     reference = tiny_models.build(case.model, **case.changes)
     mesh = build_mesh(case.mesh)
-    sharded = tiny_models.build(case.model, **case.changes)
-    sharded = apply_plan(sharded, case.plan, mesh, sequence_parallel=case.sequence_parallel, **case.options)
+    sharded = case.apply(tiny_models.build(case.model, **case.changes), mesh)
     if case.checkpointing:
         for model in (reference, sharded):
             model.gradient_checkpointing_enable()
     faults = list(_same_names(reference, sharded))
     for number, batch in enumerate(batches):
         faults += [f"{batch}: {fault}" for fault in compare_batch(reference, sharded, mesh, batch, seed=number)]
+    faults += [f"accumulation: {fault}" for fault in compare_accumulation(reference, sharded, mesh)]
     faults += [f"training: {fault}" for fault in compare_training(reference, sharded, mesh)]
     return faults
 
@@ -123,24 +128,27 @@ def make_inputs(batch: Batch, seed: int = 0) -> tuple[dict[str, Tensor], Tensor]
 # ---------------------------------------------------------------- training
 
 
+def compare_accumulation(reference: nn.Module, sharded: nn.Module, mesh: DeviceMesh) -> Iterator[str]:
+    """Gradients and their norm after two micro-batches, of which the first synchronises gradients or does not."""
+    for synchronises in (True, False) if isinstance(sharded, FSDPModule) else (True,):
+        for model in (reference, sharded):
+            model.zero_grad()
+        accumulate(reference, sharded, mesh, seed=0, synchronises=synchronises)
+        yield from (f"first synchronises {synchronises}: {fault}" for fault in same_gradients(reference, sharded))
+        expected, actual = (torch.nn.utils.clip_grad_norm_(m.parameters(), CLIP) for m in (reference, sharded))
+        yield from _same_number("gradient norm", whole(actual), expected, tolerances.NORM)
+        yield from (f"after clipping: {fault}" for fault in same_gradients(reference, sharded))
+
+
 def compare_training(reference: nn.Module, sharded: nn.Module, mesh: DeviceMesh) -> Iterator[str]:
-    """Three clipped AdamW steps of two micro-batches, lengths 16 and 5; in turn with and without gradient sync."""
+    """Parameters after three clipped AdamW steps of two micro-batches each."""
     optimizers = [torch.optim.AdamW(model.parameters(), lr=LR) for model in (reference, sharded)]
     for number in range(3):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        for micro, length in enumerate((16, 5)):
-            inputs, targets = make_inputs(Batch(length=length), seed=10 * number + micro)
-            if isinstance(sharded, FSDPModule):
-                sharded.set_requires_gradient_sync(micro == 1 or number == 0)
-            step(reference, inputs, targets, weight=0.5)
-            own = {name: rows_of(value, mesh) for name, value in inputs.items()}
-            step(sharded, own, rows_of(targets, mesh), weight=0.5)
-        yield from (f"step {number}: {fault}" for fault in same_gradients(reference, sharded))
-        expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), max_norm=0.1)
-        actual = whole(torch.nn.utils.clip_grad_norm_(sharded.parameters(), max_norm=0.1))
-        yield from _same_number("gradient norm", actual, expected, tolerances.NORM)
-        for optimizer in optimizers:
+        accumulate(reference, sharded, mesh, seed=10 * number, synchronises=number != 1)
+        for model, optimizer in zip((reference, sharded), optimizers, strict=True):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
             optimizer.step()
     yield from different_replicas({name: p.detach() for name, p in sharded.named_parameters()})
     for name, expected in reference.named_parameters():
@@ -148,6 +156,17 @@ def compare_training(reference: nn.Module, sharded: nn.Module, mesh: DeviceMesh)
         allowed = tolerances.PARAMETER * expected.norm().item() + tolerances.PARAMETER_LR * LR * sqrt(expected.numel())
         if not difference <= allowed:
             yield f"{name} after 3 steps differs by {difference:.1e}, allowed {allowed:.1e}"
+
+
+def accumulate(reference: nn.Module, sharded: nn.Module, mesh: DeviceMesh, seed: int, synchronises: bool) -> None:
+    """Two micro-batches, of lengths 16 and 5; ``synchronises`` says whether FSDP2 reduces the first one by itself."""
+    for number, length in enumerate((16, 5)):
+        inputs, targets = make_inputs(Batch(length=length), seed + number)
+        if isinstance(sharded, FSDPModule):
+            sharded.set_requires_gradient_sync(synchronises or number == 1)
+        step(reference, inputs, targets, weight=0.5)
+        own = {name: rows_of(value, mesh) for name, value in inputs.items()}
+        step(sharded, own, rows_of(targets, mesh), weight=0.5)
 
 
 # ---------------------------------------------------------------- comparisons

@@ -9,7 +9,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    Gemma3Config,
+    Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 VOCABULARY = 256
 SIZES: dict[str, Any] = {
@@ -21,6 +34,9 @@ SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "max_position_embeddings": 128,
 }
+GEMMA3 = {"head_dim": 16, "sliding_window": 8, "sliding_window_pattern": 2, "final_logit_softcapping": 30.0}
+VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 16,
+          "patch_size": 4}  # fmt: skip
 BIASED = {"attention_bias": True, "mlp_bias": True}
 
 # name -> model class, config class, what its config says beyond SIZES
@@ -29,12 +45,27 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "llama-tied": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": True}),
     "llama-biased": (LlamaForCausalLM, LlamaConfig, BIASED),
     "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": 8}),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
+    "qwen2-tied": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True}),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 16}),
+    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, GEMMA3),
+    "gemma3-vision": (Gemma3ForConditionalGeneration, Gemma3Config, {}),
 }
+PLANS = {"qwen2-tied": "qwen2", "qwen3": "qwen2", "mistral": "llama", "gemma3-vision": "gemma3"}
+
+
+def plan_of(name: str) -> str:
+    """The shipped plan for a tiny model."""
+    return PLANS.get(name, name.partition("-")[0])
 
 
 def config(name: str, **changes: Any) -> Any:
     """The config of a tiny model with ``changes``."""
     _, config_class, own = MODELS[name]
+    if config_class is Gemma3Config:
+        return Gemma3Config(
+            text_config=config("gemma3", **changes), vision_config=VISION, mm_tokens_per_image=4, image_token_id=255
+        )
     return config_class(**{**SIZES, **own, **changes})
 
 

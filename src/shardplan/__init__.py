@@ -9,12 +9,15 @@ if TYPE_CHECKING:
     from shardplan.api import apply_plan as apply_plan
     from shardplan.api import check_plan as check_plan
     from shardplan.api import compile_plan as compile_plan
+    from shardplan.api import gathered_logits as gathered_logits
     from shardplan.diagnostics import Diagnostic as Diagnostic
     from shardplan.diagnostics import PlanError as PlanError
     from shardplan.load import load_plan as load_plan
     from shardplan.loss import cross_entropy as cross_entropy
     from shardplan.loss import log_probs as log_probs
+    from shardplan.plan import MixedPrecision as MixedPrecision
     from shardplan.plan import Plan as Plan
+    from shardplan.styles import Style as Style
 
 __version__ = "0.1.0"
 
@@ -23,12 +26,15 @@ _HOMES = {
     "apply_plan": "api",
     "check_plan": "api",
     "compile_plan": "api",
+    "gathered_logits": "api",
     "Diagnostic": "diagnostics",
     "PlanError": "diagnostics",
     "load_plan": "load",
     "cross_entropy": "loss",
     "log_probs": "loss",
+    "MixedPrecision": "plan",
     "Plan": "plan",
+    "Style": "styles",
 }
 
 __all__ = sorted(_HOMES)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
 
 # torch 2.13: out-of-place collectives that take the group's *name*, a constant for dynamo and picklable.
@@ -34,6 +35,12 @@ def reduce_scatter(x: torch.Tensor, group: str, size: int) -> torch.Tensor:
 def wait(x: torch.Tensor) -> torch.Tensor:
     waited: torch.Tensor = _c10d.wait_tensor(x)
     return waited
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """torch 2.13: the mesh that ``mesh`` is a slice of, or ``mesh`` itself."""
+    root: DeviceMesh = mesh._get_root_mesh()
+    return root
 
 
 def fsdp_parameters(unit: FSDPModule) -> list[Any]:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardplan import _compat
 from shardplan.compiled import CompiledPlan
 from shardplan.diagnostics import Diagnostic, PlanError
 
@@ -34,6 +35,7 @@ def require(
     Raises:
         PlanError: ``findings``, or SP303 where another rank refused, compiled something else, or holds other weights.
     """
+    _require_all_ranks(mesh)
     alike, same_plan = _compare([int(compiled is None), _fingerprint(compiled)], mesh)
     if compiled is None:
         raise PlanError(findings)
@@ -48,6 +50,18 @@ def require(
         message = f"ranks hold different weights in {', '.join(unequal[:MOST_NAMED])}{more}"
         expected = "equal weights on every rank: seed alike, load the same checkpoint, or broadcast them from rank 0"
         raise PlanError([_disagreement(message, expected)])
+
+
+def _require_all_ranks(mesh: DeviceMesh) -> None:
+    """A mesh smaller than the world is a slice of one that covers it, or a mistake."""
+    whole = _compat.root_mesh(mesh)
+    if whole.size() != dist.get_world_size():
+        axes = ",".join(f"{name}={size}" for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+        raise PlanError([Diagnostic(
+            "SP301", f"mesh '{axes}' has {whole.size()} ranks, but the world has {dist.get_world_size()}", subject=axes,
+            expected="axes whose sizes multiply to the world size, or a slice of such a mesh",
+            hint="build it with init_device_mesh over all ranks, then slice: mesh['dp', 'tp']",
+        )])  # fmt: skip
 
 
 def checksum(parameter: Tensor) -> int:

@@ -2,63 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from shardplan.check import check
 from shardplan.checks.target import Target
 from shardplan.compiled import CompiledPlan
 from shardplan.diagnostics import Diagnostic, PlanError, errors
+from shardplan.from_python import Options, with_options
 from shardplan.inventory import Inventory, take_inventory
 from shardplan.lower import lower
 from shardplan.merge import PlanSource, read_plan
 from shardplan.mesh import MeshSpec, mesh_spec, parse_mesh
-from shardplan.plan import Plan
+from shardplan.plan import MixedPrecision
 from shardplan.resolve import resolve
 from shardplan.styles import STYLES, Style
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+Layers = PlanSource | Sequence[PlanSource]
+UserStyles = Mapping[str, "Style | ParallelStyle"]
 
 
 def check_plan(
-    plan: PlanSource | Sequence[PlanSource],
+    plan: Layers,
     model: nn.Module | Inventory,
     mesh: MeshSpec | str,
     *,
-    sequence_parallel: bool | None = None,
-    styles: Mapping[str, Style] = STYLES,
+    overrides: Layers | None = None,
+    styles: UserStyles | None = None,
+    **options: Any,
 ) -> tuple[Diagnostic, ...]:
     """Every finding about ``plan`` on ``model`` and ``mesh``; empty when all is well.
 
     Args:
-        plan: a path, a shipped name, a `Plan`, or a list of layers.
+        plan: a path, a shipped name, ``"auto"``, a `Plan`, a dict of patterns to styles, or a list of such layers.
         model: a real or meta-device model, or its inventory.
         mesh: axes and sizes, such as ``"dp=2,tp=4"``.
-        sequence_parallel: None leaves the question to the plan, which leaves it off unless it says otherwise.
-        styles: the known styles by name.
+        overrides: layers on top of ``plan``.
+        styles: styles of your own by name.
+        options: the other options of `apply_plan`.
 
     Raises:
-        PlanError: the plan or the mesh cannot be read.
+        PlanError: the plan, the mesh or an option cannot be read.
     """
-    return check(_target(read_plan(plan), model, mesh, sequence_parallel, styles))
+    return check(_target(plan, overrides, model, mesh, styles, Options(**options)))
 
 
 def compile_plan(
-    plan: PlanSource | Sequence[PlanSource],
+    plan: Layers,
     model: nn.Module | Inventory,
     mesh: MeshSpec | str,
     *,
-    sequence_parallel: bool | None = None,
-    styles: Mapping[str, Style] = STYLES,
+    overrides: Layers | None = None,
+    styles: UserStyles | None = None,
+    **options: Any,
 ) -> CompiledPlan:
     """What `apply_plan` would execute: exact names, placements, collectives and units. Arguments as for `check_plan`.
 
     Raises:
         PlanError: with every finding, where one of them is an error.
     """
-    target = _target(read_plan(plan), model, mesh, sequence_parallel, styles)
+    target = _target(plan, overrides, model, mesh, styles, Options(**options))
     findings = check(target)
     if errors(findings):
         raise PlanError(findings)
@@ -67,22 +77,34 @@ def compile_plan(
 
 def apply_plan(
     model: nn.Module,
-    plan: PlanSource | Sequence[PlanSource],
+    plan: Layers,
     mesh: DeviceMesh,
     *,
     sequence_parallel: bool | None = None,
+    overrides: Layers | None = None,
+    mixed_precision: MixedPrecisionPolicy | MixedPrecision | Mapping[str, str] | bool | None = None,
+    cpu_offload: bool | None = None,
+    recompute: Sequence[str] | bool | None = None,
+    styles: UserStyles | None = None,
 ) -> nn.Module:
     """Shard ``model`` over ``mesh`` as ``plan`` says, in place.
 
     Afterwards tied weights are one parameter and every parameter is a DTensor, so that stock
     `torch.nn.utils.clip_grad_norm_`, optimizers and `torch.distributed.checkpoint` work. Logits are a DTensor sharded
-    over the vocabulary; ``labels=`` and `shardplan.cross_entropy` take them as they are.
+    over the vocabulary; ``labels=`` and `shardplan.cross_entropy` take them as they are. For every option None leaves
+    the question to the plan, and False turns the thing off.
 
     Args:
         model: a model on the mesh's device, with equal weights on all ranks, or on the meta device.
-        plan: a path, a shipped name such as ``"llama"``, a `Plan`, or a list of layers of which later ones win.
+        plan: a path, a shipped name such as ``"llama"``, ``"auto"`` for the plan shipped for the model, a `Plan`, a
+            dict of patterns to style strings or torch ``ParallelStyle``s, or a list of layers of which later ones win.
         mesh: named axes: ``tp``; one of ``dp``, ``fsdp``, ``dp_shard``; beside it ``dp_replicate`` and ``cp``.
-        sequence_parallel: cut the residual stream over tp; None leaves the question to the plan.
+        sequence_parallel: cut the residual stream over tp.
+        overrides: one more layer or list of layers, on top of ``plan``.
+        mixed_precision: FSDP2's policy, or its dtypes by name under ``param``, ``reduce`` and ``output``.
+        cpu_offload: keep parameters, gradients and optimizer state in CPU memory.
+        recompute: patterns of modules whose activations are recomputed in the backward.
+        styles: styles of your own by name, as rows (`Style`) or as torch ``ParallelStyle``s applied as they stand.
 
     Returns:
         The same model.
@@ -92,13 +114,17 @@ def apply_plan(
     """
     from shardplan import agreement, apply
 
+    options = Options(sequence_parallel, mixed_precision, cpu_offload, recompute)
     compiled: CompiledPlan | None = None
     findings: tuple[Diagnostic, ...] = ()
     try:
-        if hasattr(model, apply.APPLIED):
+        if apply.applied_to(model) is not None:
             raise PlanError([_already_applied(model)])
         spec = mesh_spec(mesh.mesh_dim_names, mesh.shape)
-        compiled = compile_plan(plan, model, spec, sequence_parallel=sequence_parallel)
+        target = _target(plan, overrides, model, spec, styles, options)
+        findings = check(target)
+        if not errors(findings):
+            compiled = lower(target.resolved, spec, sequence_parallel=target.sequence_parallel)
     except PlanError as refused:
         findings = refused.diagnostics
     agreement.require(model, compiled, findings, mesh)
@@ -106,24 +132,61 @@ def apply_plan(
     return apply.apply(model, compiled, mesh)
 
 
+@contextmanager
+def gathered_logits(model: nn.Module) -> Iterator[None]:
+    """While it lasts, ``model`` returns whole logits as plain tensors: for evaluation and ``generate()``.
+
+    Every rank of a tp group must run the same forwards.
+
+    Raises:
+        ValueError: no plan was applied to ``model``.
+    """
+    from shardplan import apply
+
+    applied = apply.applied_to(model)
+    if applied is None:
+        raise ValueError(f"gathered_logits needs a model with a plan applied; this {type(model).__name__} has none")
+    before, applied.gathered = applied.gathered, True
+    try:
+        yield
+    finally:
+        applied.gathered = before
+
+
 def _target(
-    plan: Plan,
+    plan: Layers,
+    overrides: Layers | None,
     model: nn.Module | Inventory,
     mesh: MeshSpec | str,
-    sequence_parallel: bool | None,
-    styles: Mapping[str, Style],
+    styles: UserStyles | None,
+    options: Options,
 ) -> Target:
     inventory = model if isinstance(model, Inventory) else take_inventory(model)
+    layers = [*_listed(plan), *_listed(overrides)]
+    merged = with_options(read_plan(layers, inventory.architectures), options)
     spec = parse_mesh(mesh) if isinstance(mesh, str) else mesh
-    cuts = bool(plan.sequence_parallel if sequence_parallel is None else sequence_parallel)
-    return Target(resolve(plan, inventory, styles), spec, sequence_parallel=cuts)
+    resolved = resolve(merged, inventory, _known_styles(styles))
+    return Target(resolved, spec, sequence_parallel=bool(merged.sequence_parallel))
+
+
+def _listed(layers: Layers | None) -> list[PlanSource]:
+    if layers is None:
+        return []
+    return list(layers) if isinstance(layers, Sequence) and not isinstance(layers, str) else [layers]
+
+
+def _known_styles(own: UserStyles | None) -> Mapping[str, Style]:
+    rows = {
+        name: style if isinstance(style, Style) else Style(name, "applied as it stands", subtree=True, native=style)
+        for name, style in (own or {}).items()
+    }
+    return {**STYLES, **rows}
 
 
 def _already_applied(model: nn.Module) -> Diagnostic:
     return Diagnostic(
         "SP302",
         f"this {type(model).__name__} already has a plan applied",
-        where=None,
         subject=type(model).__name__,
         expected="a model as it was built",
         hint="apply all layers in one call: apply_plan(model, [plan, overlay], mesh)",

@@ -58,8 +58,13 @@ def apply(model: nn.Module, compiled: CompiledPlan, mesh: DeviceMesh) -> nn.Modu
     units = _shard_over_dp(model, compiled, mesh) if compiled.mesh.has_dp else []
     if stream is not None:
         _sum_gradients(model, compiled, units, stream.ranks)
-    setattr(model, APPLIED, applied)
+    setattr(compiled.find(model, ""), APPLIED, applied)
     return model
+
+
+def applied_to(model: nn.Module) -> Applied | None:
+    """What an earlier `apply` left on ``model`` or on a part of it."""
+    return next((module.__dict__[APPLIED] for module in model.modules() if APPLIED in module.__dict__), None)
 
 
 def _shard_over_tp(model: nn.Module, compiled: CompiledPlan, tp: DeviceMesh) -> Stream:
@@ -98,7 +103,9 @@ def _shard_over_dp(model: nn.Module, compiled: CompiledPlan, mesh: DeviceMesh) -
     options: dict[str, Any] = {
         "mesh": _dp_mesh(compiled, mesh),
         "mp_policy": _mixed_precision(compiled.mixed_precision),
-        "offload_policy": CPUOffloadPolicy() if compiled.cpu_offload else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+        if compiled.cpu_offload
+        else OffloadPolicy(),
     }
     for unit in compiled.units:
         fully_shard(model.get_submodule(unit.path), reshard_after_forward=unit.reshard, **options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardplan.diagnostics import Location
 from shardplan.edges import Edge
@@ -52,6 +52,7 @@ class CompiledModule:
         style: the style's name, for reports; "" where only a claim from above reaches the module.
         where, layer: the rule that decided.
         block: the block around it, whose edges serve it.
+        native: a torch ``ParallelStyle`` that is applied as it stands instead of all this.
         splits_vocabulary: an Embedding whose rows are cut: ids of other ranks' rows contribute zero.
     """
 
@@ -66,6 +67,7 @@ class CompiledModule:
     input: Edge | None = None
     output: Edge | None = None
     splits_vocabulary: bool = False
+    native: Any = None
 
     @property
     def edges(self) -> tuple[Edge, ...]:

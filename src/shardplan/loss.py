@@ -45,6 +45,7 @@ def cross_entropy(
 
     Raises:
         ValueError: shapes that do not fit, or an unknown reduction.
+        IndexError: a label outside the vocabulary (on CPU; on CUDA a device-side assertion).
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction '{reduction}' is none of mean, sum, none")
@@ -105,11 +106,23 @@ def _token_losses(logits: Tensor, labels: Tensor, ignore_index: int, label_smoot
         raise ValueError(f"logits of shape {tuple(logits.shape)} need labels of shape {tuple(logits.shape[:-1])}, "
                          f"not {tuple(labels.shape)}")  # fmt: skip
     vocabulary = logits.shape[-1]
+    _require_labels_in(vocabulary, labels, ignore_index)
     local, first, ranks = _local_part(logits)
     rows = local.reshape(-1, local.shape[-1])
     targets = labels.reshape(-1)
     losses: Tensor = _TokenLoss.apply(rows, targets, first, vocabulary, ignore_index, label_smoothing, ranks)
     return losses.view(labels.shape)
+
+
+def _require_labels_in(vocabulary: int, labels: Tensor, ignore_index: int) -> None:
+    """No rank has the column of a label outside the vocabulary; without this its loss would be a quiet logsumexp."""
+    fits = (((labels >= 0) & (labels < vocabulary)) | (labels == ignore_index)).all()
+    message = f"a label is neither in [0, {vocabulary}) nor ignore_index={ignore_index}"
+    if labels.device.type == "cpu":
+        if not fits:
+            raise IndexError(message)
+    else:
+        torch._assert_async(fits, message)  # no wait for the device
 
 
 def _local_part(logits: Tensor) -> tuple[Tensor, int, Ranks | None]:

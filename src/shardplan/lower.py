@@ -17,6 +17,7 @@ SPLIT_DIMS: dict[tuple[Kind, Split], dict[str, int]] = {
     (Kind.LINEAR, Split.OUTPUT): {"weight": 0, "bias": 0},
     (Kind.LINEAR, Split.INPUT): {"weight": 1},
     (Kind.EMBEDDING, Split.INPUT): {"weight": 0},
+    (Kind.EMBEDDING, Split.OUTPUT): {"weight": 1},
 }
 
 
@@ -91,6 +92,7 @@ def _module(module: ResolvedModule, *, is_head: bool) -> CompiledModule:
         # The head's output is not an edge: its logits leave as one DTensor.
         output=None if is_head else _edge(output_conversion(module), read_in_parts=False),
         splits_vocabulary=style is not None and style.split is Split.INPUT and module.info.kind is Kind.EMBEDDING,
+        native=style.native if style else None,
     )
 
 

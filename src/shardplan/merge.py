@@ -2,29 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
 from shardplan.diagnostics import Diagnostic, PlanError
+from shardplan.from_python import plan_from_dict
 from shardplan.load import find_plan, load_plan
 from shardplan.plan import Layer, MixedPrecision, Plan, Recompute, Reference, Rule, Unit
+from shardplan.resources import shipped_plans
 
 T = TypeVar("T")
 Ranked = TypeVar("Ranked", Rule, Unit, Recompute)
-PlanSource = str | Path | Plan
+PlanSource = str | Path | Plan | Mapping[str, Any]
+
+AUTO = "auto"
 
 
-def read_plan(plan: PlanSource | Sequence[PlanSource]) -> Plan:
+def read_plan(plan: PlanSource | Sequence[PlanSource], architectures: Sequence[str] = ()) -> Plan:
     """Load a plan, or layers of which later ones win, with everything that they extend, and merge them.
 
+    Args:
+        plan: paths, shipped names, plans, dicts of patterns to styles; ``"auto"`` is the shipped plan for the model.
+        architectures: the model's class names, for ``"auto"``.
+
     Raises:
-        PlanError: a file cannot be read or is not a plan.
+        PlanError: a file cannot be read or is not a plan; SP106, no plan is shipped for the model.
     """
-    sources = [plan] if isinstance(plan, str | Path | Plan) else list(plan)
-    return merge([layer for source in sources for layer in resolve_layers(load_plan(source))])
+    sources = [plan] if isinstance(plan, str | Path | Plan | Mapping) else list(plan)
+    return merge([layer for source in sources for layer in _layers(source, architectures)])
+
+
+def _layers(source: PlanSource, architectures: Sequence[str]) -> tuple[Plan, ...]:
+    if isinstance(source, Mapping):
+        return (plan_from_dict(source),)
+    return resolve_layers(_shipped_for(architectures) if source == AUTO else load_plan(source))
+
+
+def _shipped_for(architectures: Sequence[str]) -> Plan:
+    """The shipped plan for the nearest of the model's classes."""
+    plans = [load_plan(path) for path in shipped_plans().values()]
+    for architecture in architectures:
+        for plan in plans:
+            if architecture in plan.architectures:
+                return plan
+    model = architectures[0] if architectures else "a model without a class"
+    known = ", ".join(sorted(name for plan in plans for name in plan.architectures))
+    hint = "write a plan, or extend one of a model that is built alike"
+    raise PlanError([Diagnostic("SP106", f"no plan is shipped for {model}", None, model, f"one of {known}", hint)])
 
 
 def resolve_layers(plan: Plan) -> tuple[Plan, ...]:
@@ -76,6 +103,7 @@ def merge(layers: Sequence[Plan]) -> Plan:
         extends=None,
         extends_where=None,
         fallback=_highest(plan.fallback for plan in ranked),
+        omits_silently=all(plan.omits_silently for plan in ranked),
     )
 
 

@@ -100,6 +100,7 @@ class Plan:
         rules, units, recompute: in the order written, lower layers first.
         root_reshard: whether the outermost FSDP2 unit frees its parameters after the forward.
         extends: the layer below, still unresolved (a shipped name or a path), or None; written at ``extends_where``.
+        omits_silently: written as a Python dict, whose convention is that what it does not name is replicated.
         fallback: ``hf`` lets the model's own tp_plan fill modules on which no rule spoke; ``none`` does not.
     """
 
@@ -119,6 +120,7 @@ class Plan:
     extends: str | None = None
     extends_where: Location | None = None
     fallback: Literal["hf", "none"] | None = None
+    omits_silently: bool = False
 
     @property
     def speaks_of_stream(self) -> bool:

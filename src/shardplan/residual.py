@@ -7,6 +7,7 @@ from functools import cached_property
 from shardplan.inventory import ancestors
 from shardplan.layouts import REPLICATE, STREAM, Conversion, Layout
 from shardplan.resolve import ResolvedModule, ResolvedPlan
+from shardplan.styles import Kind
 
 
 class ResidualStream:
@@ -70,6 +71,8 @@ def output_conversion(module: ResolvedModule) -> Conversion | None:
 def _conversion(module: ResolvedModule, side: str) -> Conversion | None:
     if module.rule is None or module.style is None:
         return None
+    if side == "input" and module.info.kind is Kind.EMBEDDING:
+        return None  # ids are not an activation
     stated: Conversion | None = getattr(module.rule, side)
     own: Conversion | None = getattr(module.style, side) if module.block is None else None
     return stated or own

@@ -167,6 +167,8 @@ def _match_alternative(alternative: Alternative, root: str | None, names: Mappin
 
 
 def _style_of(rule: Rule, styles: Mapping[str, Style]) -> Style | None:
+    if rule.native is not None:
+        return Style(type(rule.native).__name__, "applied as it stands", subtree=True, native=rule.native)
     if rule.style is None:
         return EDGES_ONLY
     return REPLICATED_ON_PURPOSE if rule.style == NULL else styles.get(rule.style)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from shardplan.layouts import PARTIAL, REPLICATE, STREAM, Conversion, shard
 
@@ -49,6 +50,7 @@ class Style:
         claims: whether it decides about parameters; a block decides about its edges only.
         subtree: whether the claim reaches the parameters of submodules on which no rule speaks.
         opens_block: whether what is below computes on local tensors between this module's two edges.
+        native: a torch ``ParallelStyle`` that is applied as it stands; the row then says nothing about layouts.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Style:
     claims: bool = True
     subtree: bool = False
     opens_block: bool = False
+    native: Any = None
 
     @property
     def reads_in_parts(self) -> bool:
@@ -75,9 +78,9 @@ STYLES: dict[str, Style] = {
     for style in (
         Style(
             "colwise",
-            "cut a Linear's output features; each rank computes its own",
+            "cut a Linear's output features, or an Embedding's columns; each rank computes its own",
             split=Split.OUTPUT,
-            kinds=(Kind.LINEAR,),
+            kinds=(Kind.LINEAR, Kind.EMBEDDING),
             input=Conversion(REPLICATE, REPLICATE),
             output=_SPLIT_OUTPUT,
         ),
@@ -91,9 +94,9 @@ STYLES: dict[str, Style] = {
         ),
         Style(
             "rowwise",
-            "cut a Linear's input features; the partial outputs add up over tp",
+            "cut a Linear's input features, or an Embedding's rows; the partial outputs add up over tp",
             split=Split.INPUT,
-            kinds=(Kind.LINEAR,),
+            kinds=(Kind.LINEAR, Kind.EMBEDDING),
             input=_SPLIT_OUTPUT,
             output=Conversion(PARTIAL, REPLICATE),
         ),
@@ -111,6 +114,13 @@ STYLES: dict[str, Style] = {
             split=Split.INPUT,
             kinds=(Kind.EMBEDDING,),
             output=Conversion(PARTIAL, REPLICATE),
+        ),
+        Style(
+            "embedding_colwise",
+            "cut an Embedding's columns, the hidden dim, and gather them on every rank",
+            split=Split.OUTPUT,
+            kinds=(Kind.EMBEDDING,),
+            output=Conversion(shard(-1), REPLICATE),
         ),
         Style(
             "sequence_parallel",
@@ -138,6 +148,13 @@ STYLES: dict[str, Style] = {
         ),
     )
 }
+
+# Older names of transformers for the same styles, with the versions that used them.
+ALIASES = {
+    "colwise_rep": "colwise_gather_output",  # 4.4x to 4.57
+    "rowwise_rep": "rowwise_split_input",  # 4.4x to 4.57
+}
+STYLES |= {alias: STYLES[name] for alias, name in ALIASES.items()}
 
 STYLE_NAMES: tuple[str, ...] = tuple(STYLES)
 

@@ -33,6 +33,9 @@ class LocalStyle(ParallelStyle):
     placed: dict[int, nn.Parameter] = field(default_factory=dict)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if self.compiled.native is not None:
+            applied: nn.Module = self.compiled.native._apply(module, device_mesh)
+            return applied
         for parameter in self.compiled.parameters:
             self._place(module, parameter, device_mesh)
         if self.compiled.parameters:
