@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from shardplan.checks.names import general, likeness
+from shardplan.checks.names import general, likeness, nearest
+from shardplan.diagnostics import Diagnostic
 from shardplan.globs import path_regex
 from shardplan.inventory import ancestors
 from shardplan.plan import NULL, Rule
 from shardplan.resolve import Match, Matched, ResolvedPlan
+from shardplan.styles import Style
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +42,7 @@ class FaultyRules:
     @cached_property
     def unknown(self) -> tuple[Matched[Rule], ...]:
         """Rules that name a style nobody knows."""
-        known = (None, NULL, *self._resolved.styles)
-        return tuple(m for m in self._resolved.rules if m.line.native is None and m.line.style not in known)
+        return tuple(m for m in self._resolved.rules if _names_unknown_style(m.line, self._resolved.styles))
 
     @cached_property
     def dead(self) -> tuple[Dead, ...]:
@@ -122,3 +123,23 @@ class FaultyRules:
             if found:
                 yield from ((prefix, tuple(fqns)) for prefix, fqns in found.items())
                 return
+
+
+def unknown_styles(rules: Iterable[Rule], styles: Mapping[str, Style]) -> Iterator[Diagnostic]:
+    """SP101 for every rule that names a style nobody knows; needs no model."""
+    for rule in rules:
+        if not _names_unknown_style(rule, styles):
+            continue
+        close = nearest(str(rule.style), styles)
+        yield Diagnostic(
+            "SP101",
+            f"unknown style '{rule.style}' for {rule.pattern}",
+            where=rule.where,
+            subject=str(rule.style),
+            expected=f"one of {', '.join(styles)}",
+            hint=f"did you mean {' or '.join(close)}?" if close else "a style of your own is registered from Python",
+        )
+
+
+def _names_unknown_style(rule: Rule, styles: Mapping[str, Style]) -> bool:
+    return rule.native is None and rule.style not in (None, NULL) and rule.style not in styles

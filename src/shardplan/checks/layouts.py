@@ -12,7 +12,7 @@ from shardplan.edges import Edge, UnsupportedConversionError, lower_edge
 from shardplan.layouts import REPLICATE, STREAM, Conversion, Layout
 from shardplan.residual import input_conversion, output_conversion
 from shardplan.resolve import ResolvedModule
-from shardplan.styles import Kind, Split
+from shardplan.styles import Gradient, Kind, Split
 
 
 def check_conversions(target: Target) -> Iterator[Diagnostic]:
@@ -25,7 +25,10 @@ def check_conversions(target: Target) -> Iterator[Diagnostic]:
                 yield fault(target, module, f"{side} of {general(module.fqn)}: {unsupported}")
                 continue
             inner, own = _inner_end(module, side, conversion)
-            if own is not None and inner != own:
+            if own is None and not _opens_block(module) and inner.kind not in ("replicate", "stream"):
+                message = f"nothing in {general(module.fqn)} is {inner}, but its rule says {side}: {conversion}"
+                yield fault(target, module, message, f"{side} between replicate and stream")
+            elif own is not None and inner != own:
                 style = module.style.name if module.style else ""
                 verb = "computes on" if side == "input" else "gives"
                 message = f"{style} {verb} {own}, but the rule for {general(module.fqn)} says {side}: {conversion}"
@@ -34,9 +37,8 @@ def check_conversions(target: Target) -> Iterator[Diagnostic]:
 
 def _inner_end(module: ResolvedModule, side: str, conversion: Conversion) -> tuple[Layout, Layout | None]:
     """The end of a conversion that faces the module, and what its style has there; None where it does not care."""
-    style = module.style
-    own = getattr(style, side) if style is not None else None
-    if style is not None and style.opens_block and side == "output":
+    own = getattr(module.style, side) if module.style is not None else None
+    if _opens_block(module) and side == "output":
         own = None  # `check_groups` knows what the members give
     if side == "input":
         return conversion.target, own.target if own else None
@@ -137,8 +139,12 @@ def _around(target: Target, module: ResolvedModule) -> tuple[Layout, tuple[Layou
         return STREAM, (REPLICATE,)
     if module.fqn == inventory.embedding:
         return REPLICATE, (REPLICATE, STREAM)
-    if module.style is not None and module.style.split is Split.NONE and module.rule and module.rule.output is None:
-        return STREAM, (STREAM,)  # it passes on what it takes; `check_gradients` says where that is wrong
+    if (
+        module.style is not None
+        and module.style.gradient is Gradient.STREAM
+        and not (module.rule and module.rule.output)
+    ):
+        return STREAM, (STREAM,)  # `check_gradients` says where that is wrong
     return REPLICATE, (REPLICATE,)
 
 
@@ -190,6 +196,10 @@ def _edges(module: ResolvedModule) -> Iterator[tuple[str, Conversion]]:
 
 def _lowered(module: ResolvedModule, conversion: Conversion) -> Edge:
     return lower_edge(conversion, read_in_parts=module.style is not None and module.style.reads_in_parts)
+
+
+def _opens_block(module: ResolvedModule) -> bool:
+    return module.style is not None and module.style.opens_block
 
 
 def _communicates(module: ResolvedModule, conversion: Conversion) -> bool:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from shardplan.checks.faulty import Dead
+from shardplan.checks.faulty import Dead, unknown_styles
 from shardplan.checks.members import left_whole
 from shardplan.checks.names import general, nearest
 from shardplan.checks.target import Target, count, listed, size
 from shardplan.diagnostics import Diagnostic, Severity
 from shardplan.inventory import ParameterInfo, ancestors
 from shardplan.resolve import Match, Matched
+from shardplan.styles import Kind, Split
 
 
 def check_architectures(target: Target) -> Iterator[Diagnostic]:
@@ -43,18 +44,7 @@ def check_architectures(target: Target) -> Iterator[Diagnostic]:
 
 def check_styles(target: Target) -> Iterator[Diagnostic]:
     """SP101: every style name is known."""
-    known = tuple(target.resolved.styles)
-    for matched in target.faulty.unknown:
-        rule = matched.line
-        close = nearest(str(rule.style), known)
-        yield Diagnostic(
-            "SP101",
-            f"unknown style '{rule.style}' for {rule.pattern}",
-            where=rule.where,
-            subject=str(rule.style),
-            expected=f"one of {', '.join(known)}",
-            hint=f"did you mean {listed(close, 'or')}?" if close else "a style of your own is registered from Python",
-        )
+    return unknown_styles((matched.line for matched in target.resolved.rules), target.resolved.styles)
 
 
 def check_dead_rules(target: Target) -> Iterator[Diagnostic]:
@@ -149,22 +139,39 @@ def check_rule_ties(target: Target) -> Iterator[Diagnostic]:
 def check_claims(target: Target) -> Iterator[Diagnostic]:
     """SP104: every parameter is decided about. An omission would replicate it in silence.
 
+    A dict plan's convention is that what it does not name is replicated; where that is harmless it is only said.
     Linears that another check finds missing from their group, and parameters tied to a decided one, are left to that.
     """
     whole, undecided = left_whole(target), _undecided(target)
-    forgotten: dict[str, list[int]] = {}
+    forgotten: dict[tuple[str, Severity], list[int]] = {}
     for parameter in undecided:
         if parameter.fqn.rpartition(".")[0] not in whole and not target.explained(parameter.fqn):
-            forgotten.setdefault(general(_forgotten_whole(target, parameter.fqn)), []).append(parameter.nbytes)
-    for name, sizes in forgotten.items():
+            harmless = target.resolved.plan.omits_silently and _may_be_omitted(target, parameter.fqn)
+            severity = Severity.WARNING if harmless else Severity.ERROR
+            key = general(_forgotten_whole(target, parameter.fqn)), severity
+            forgotten.setdefault(key, []).append(parameter.nbytes)
+    for (name, severity), sizes in forgotten.items():
+        replicated = " and it is replicated" if severity is Severity.WARNING else ""
         yield Diagnostic(
             "SP104",
-            f"no rule decides about {name} ({count(len(sizes), 'parameter')}, {size(sum(sizes))})",
+            f"no rule decides about {name} ({count(len(sizes), 'parameter')}, {size(sum(sizes))}){replicated}",
             where=target.resolved.plan.where,
             subject=name,
             expected="a rule for every parameter",
             hint=f"give it a style, or write `{target.spell(name)}: null` to replicate it on purpose",
+            severity=severity,
         )
+
+
+def _may_be_omitted(target: Target, fqn: str) -> bool:
+    """Whether a replicated parameter's gradient is complete: off the cut stream, and not among split linears."""
+    module = next(ancestors(fqn))
+    if target.sequence_parallel and target.stream.carries(module):
+        return False
+    around = next(ancestors(module), "")
+    siblings = (m for m in target.resolved.modules if m.fqn and next(ancestors(m.fqn)) == around)
+    splits = [m for m in siblings if m.info.kind is Kind.LINEAR and m.style and m.style.split is not Split.NONE]
+    return len(splits) < 2
 
 
 def _undecided(target: Target) -> list[ParameterInfo]:
