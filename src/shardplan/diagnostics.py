@@ -88,6 +88,7 @@ CODES = {
     "SP009": "a pattern that cannot be parsed",
     "SP010": "a layout or conversion that cannot be parsed",
     "SP011": "layers that cannot be found or that go round in a circle",
+    "SP012": "a file that holds no plan",
     # the plan against the model
     "SP101": "unknown style",
     "SP102": "a rule that matches nothing",

@@ -26,7 +26,7 @@ def load_plan(source: str | Path | Plan) -> Plan:
             unless it has a folder or a suffix.
 
     Raises:
-        PlanError: with every finding of the file, SP001 to SP011 and SP301.
+        PlanError: with every finding of the file, SP001 to SP012 and SP301.
     """
     if isinstance(source, Plan):
         return source

@@ -54,16 +54,24 @@ def read_source(path: Path) -> Source:
     """Read a YAML file.
 
     Raises:
-        PlanError: SP001, SP002 or SP003; nothing in the file can be relied on.
+        PlanError: SP001, SP002, SP003 or SP012; nothing in the file can be relied on.
     """
-    return parse_source(_read_text(path), str(path))
+    return parse_source(_read_text(path), shown(path))
+
+
+def shown(path: Path) -> str:
+    """A path as messages name it: from the working directory where it lies inside."""
+    try:
+        return str(path.relative_to(Path.cwd())) if path.is_absolute() else str(path)
+    except ValueError:
+        return str(path)
 
 
 def parse_source(text: str, file: str) -> Source:
     """Read YAML text that came from ``file``.
 
     Raises:
-        PlanError: SP001, SP002 or SP003; nothing in the text can be relied on.
+        PlanError: SP002, SP003 or SP012; nothing in the text can be relied on.
     """
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -73,30 +81,32 @@ def parse_source(text: str, file: str) -> Source:
         raise PlanError([_too_deep(Location(file))]) from None
     if root is None or (root.tag == _NULL and root.value == ""):
         message = "the file holds nothing but comments" if "#" in text else "the file is empty"
-        raise PlanError([Diagnostic("SP001", message, where=Location(file), hint="a plan starts with 'format: 1'")])
+        raise PlanError([Diagnostic("SP012", message, where=Location(file), hint="a plan starts with 'format: 1'")])
     walk = _Walk(text, file)
     data = walk.value(root, ())
     return Source(file, data, walk.keys, walk.values, tuple(walk.findings), frozenset(walk.flawed))
 
 
 def _read_text(path: Path) -> str:
+    file = shown(path)
     try:
-        with path.open("rb") as file:
-            raw = file.read(MAX_BYTES + 1)
+        with path.open("rb") as stream:
+            raw = stream.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise _unreadable(path, f"'{path}' cannot be read: {reason[:1].lower()}{reason[1:]}") from None
+        message = f"'{file}' cannot be read: {reason[:1].lower()}{reason[1:]}"
+        raise PlanError([Diagnostic("SP001", message, Location(file), file)]) from None
     if len(raw) > MAX_BYTES:
-        raise _unreadable(path, f"'{path}' is larger than {MAX_BYTES >> 20} MiB, which no plan is")
+        raise _no_plan(file, f"'{file}' is larger than {MAX_BYTES >> 20} MiB, which no plan is")
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
-        raise _unreadable(path, f"'{path}' is not UTF-8 text (byte {error.start}, line {line})", line) from None
+        raise _no_plan(file, f"'{file}' is not UTF-8 text (byte {error.start}, line {line})", line) from None
 
 
-def _unreadable(path: Path, message: str, line: int = 0) -> PlanError:
-    return PlanError([Diagnostic("SP001", message, where=Location(str(path), line), subject=str(path))])
+def _no_plan(file: str, message: str, line: int = 0) -> PlanError:
+    return PlanError([Diagnostic("SP012", message, Location(file, line), file, "a YAML file, in UTF-8")])
 
 
 def _syntax_error(error: yaml.YAMLError, text: str, file: str) -> Diagnostic:
