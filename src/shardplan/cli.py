@@ -6,59 +6,55 @@ Exit codes: 0 clean (warnings too, unless --strict), 1 the plan is wrong, 2 coul
 from __future__ import annotations
 
 import json
+import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from shardplan.diagnostics import Diagnostic, PlanError, Severity
+from shardplan.diagnostics import Diagnostic, PlanError, Severity, errors
+from shardplan.findings import COULD_NOT_CHECK, Findings
 from shardplan.mesh import MeshSpec, parse_mesh
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from shardplan.inventory import Inventory
     from shardplan.plan import Plan
 
 Format = Literal["text", "json", "github"]
 
-CLEAN, WRONG, COULD_NOT_CHECK = 0, 1, 2
-COULD_NOT_CHECK_CODES = ("SP001", "SP901")  # a plan or a model that is not there says nothing about a plan
-
 
 @dataclass(frozen=True, slots=True)
-class Situation:
-    """What a plan is checked on: one model, one mesh, one mode."""
+class Request:
+    """What the command line asks of each plan; None leaves a question to the plan."""
 
-    model: str
-    mesh: MeshSpec
-    sequence_parallel: bool
+    overlays: tuple[str, ...]
+    model: str | None
+    mesh: str | None
+    sequence_parallel: bool | None
 
-    def __str__(self) -> str:
-        return f"{self.model} {self.mesh} {'SP' if self.sequence_parallel else 'TP'}"
+    def plan(self, name: str) -> Plan:
+        from shardplan.merge import read_plan
 
+        return read_plan([name, *(Path(overlay) for overlay in self.overlays)])
 
-class Findings:
-    """Findings in the order met, each once, with the situations in which it was met."""
+    def models(self, plan: Plan) -> tuple[str, ...]:
+        return (self.model,) if self.model else plan.reference.models
 
-    def __init__(self) -> None:
-        self._met: dict[Diagnostic, list[str]] = {}
+    def meshes(self, plan: Plan) -> tuple[MeshSpec, ...]:
+        return tuple(map(parse_mesh, (self.mesh,) if self.mesh else plan.reference.meshes))
 
-    def add(self, findings: Iterable[Diagnostic], situation: str = "") -> None:
-        for finding in findings:
-            self._met.setdefault(finding, []).append(situation)
+    def modes(self, plan: Plan) -> tuple[bool, ...]:
+        """The mode that was asked for, or both. A plan without a word of the stream has only one."""
+        if self.sequence_parallel is not None:
+            return (self.sequence_parallel,)
+        return (False, True) if plan.speaks_of_stream or plan.sequence_parallel else (False,)
 
-    def __iter__(self) -> Iterator[tuple[Diagnostic, list[str]]]:
-        return iter(self._met.items())
-
-    def exit_code(self, *, strict: bool) -> int:
-        refused = [d for d in self._met if d.severity is Severity.ERROR or (strict and d.severity is Severity.WARNING)]
-        if any(finding.code not in COULD_NOT_CHECK_CODES for finding in refused):
-            return WRONG
-        return COULD_NOT_CHECK if refused else CLEAN
+    def mode(self, plan: Plan) -> bool:
+        return bool(plan.sequence_parallel if self.sequence_parallel is None else self.sequence_parallel)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -94,21 +90,22 @@ def command(
     Exit code 0: clean. 1: a plan is wrong. 2: could not check.
     """
     if schema:
-        from shardplan.schema import plan_schema
+        from shardplan.schema import plan_schema_text
 
-        click.echo(json.dumps(plan_schema(), indent=2))
+        click.echo(plan_schema_text(), nl=False)
         return
-    findings = Findings()
-    named = plans or _shipped()
-    if check:
-        for plan in named:
-            _check_one(plan, overlays, model, mesh, sequence_parallel, findings)
+    request, findings = Request(overlays, model, mesh, sequence_parallel), Findings()
+    compiled: list[dict[str, Any]] = []
+    for plan in plans or _shipped():
+        if check:
+            _check(plan, request, findings)
+        else:
+            compiled += _compile(plan, request, findings, printing=format_ != "json")
+    if format_ == "json":
+        click.echo(json.dumps({"findings": findings.data(), **({} if check else {"plans": compiled})}, indent=2))
     else:
-        reports = [_compile_one(plan, overlays, model, mesh, sequence_parallel, findings, format_) for plan in named]
-        if format_ == "json":
-            click.echo(json.dumps([report for report in reports if report is not None], indent=2))
-    if check or format_ != "json":
-        _print_findings(findings, format_)
+        for line in findings.github() if format_ == "github" else findings.text():
+            click.echo(line)
     sys.exit(findings.exit_code(strict=strict))
 
 
@@ -121,42 +118,25 @@ def _shipped() -> Sequence[str]:
 # ---------------------------------------------------------------- check
 
 
-def _check_one(
-    name: str,
-    overlays: tuple[str, ...],
-    model: str | None,
-    mesh: str | None,
-    sequence_parallel: bool | None,
-    findings: Findings,
-) -> None:
+def _check(name: str, request: Request, findings: Findings) -> None:
     """Check one plan on every model, mesh and mode that it is to be checked on."""
     try:
-        plan = _read(name, overlays)
-        models, meshes = _wanted(plan, model, mesh)
+        plan = request.plan(name)
+        models, meshes = request.models(plan), request.meshes(plan)
     except PlanError as refused:
         findings.add(refused.diagnostics)
         return
     if not models or not meshes:
-        findings.add([_file_only(plan, "a model" if not models else "a mesh")])
+        findings.add(_file_only(plan, missing="mesh" if models else "model"))
         return
-    for situation, found in _checks(plan, models, meshes, sequence_parallel):
+    for situation, found in _situations(plan, models, meshes, request.modes(plan)):
         findings.add(found, situation)
 
 
-def _read(name: str, overlays: tuple[str, ...]) -> Plan:
-    from shardplan.merge import read_plan
-
-    return read_plan([name, *(Path(overlay) for overlay in overlays)])
-
-
-def _wanted(plan: Plan, model: str | None, mesh: str | None) -> tuple[tuple[str, ...], tuple[MeshSpec, ...]]:
-    meshes = (mesh,) if mesh else plan.reference.meshes
-    return (model,) if model else plan.reference.models, tuple(map(parse_mesh, meshes))
-
-
-def _checks(
-    plan: Plan, models: Sequence[str], meshes: Sequence[MeshSpec], sequence_parallel: bool | None
+def _situations(
+    plan: Plan, models: Sequence[str], meshes: Sequence[MeshSpec], modes: Sequence[bool]
 ) -> Iterator[tuple[str, tuple[Diagnostic, ...]]]:
+    """Every situation by name, with what is found in it."""
     from shardplan.check import check
     from shardplan.checks.target import Target
     from shardplan.resolve import resolve
@@ -165,20 +145,14 @@ def _checks(
         try:
             resolved = resolve(plan, _inventory(model))
         except PlanError as refused:
-            yield model, refused.diagnostics
+            yield "", refused.diagnostics
             continue
-        for mode in _modes(plan, sequence_parallel):
+        for mode in modes:
             for mesh in meshes:
-                yield str(Situation(model, mesh, mode)), check(Target(resolved, mesh, mode))
+                yield f"{model} {mesh} {'SP' if mode else 'TP'}", check(Target(resolved, mesh, mode))
 
 
-def _modes(plan: Plan, asked: bool | None) -> tuple[bool, ...]:
-    """The mode that was asked for, or both. A plan without a word of the stream has only one."""
-    if asked is not None:
-        return (asked,)
-    return (False, True) if plan.speaks_of_stream or plan.sequence_parallel else (False,)
-
-
+@lru_cache(maxsize=8)  # several plans on one model
 def _inventory(model: str) -> Inventory:
     from shardplan.inventory import take_inventory
     from shardplan.references import build_meta_model
@@ -186,10 +160,15 @@ def _inventory(model: str) -> Inventory:
     return take_inventory(build_meta_model(model))
 
 
-def _file_only(plan: Plan, missing: str) -> Diagnostic:
-    return Diagnostic(
+def _file_only(plan: Plan, missing: str) -> Iterator[Diagnostic]:
+    """All that can be said of a plan without a model: unknown styles, and that there is more to check."""
+    from shardplan.checks.faulty import unknown_styles
+    from shardplan.styles import STYLES
+
+    yield from unknown_styles(plan.rules, STYLES)
+    yield Diagnostic(
         "SP902",
-        f"only the file of plan '{plan.name}' was checked: it names no {missing.removeprefix('a ')} and none was given",
+        f"only the file was checked: plan '{plan.name}' names no {missing} under `reference`, and none was given",
         where=plan.where,
         subject=plan.name,
         expected="`reference: {models: [...], meshes: [...]}`",
@@ -201,103 +180,34 @@ def _file_only(plan: Plan, missing: str) -> Diagnostic:
 # ---------------------------------------------------------------- compile
 
 
-def _compile_one(
-    name: str,
-    overlays: tuple[str, ...],
-    model: str | None,
-    mesh: str | None,
-    sequence_parallel: bool | None,
-    findings: Findings,
-    format_: Format,
-) -> dict[str, object] | None:
-    """Print one compiled plan, on the first model and mesh that it is for; return it as data for JSON."""
+def _compile(name: str, request: Request, findings: Findings, *, printing: bool) -> Iterator[dict[str, Any]]:
+    """Compile one plan on the first model and mesh that it is for; print it, and give it as data."""
     from shardplan.check import check
     from shardplan.checks.target import Target
-    from shardplan.diagnostics import errors
     from shardplan.lower import lower
+    from shardplan.report import as_dict, make_report
     from shardplan.resolve import resolve
+    from shardplan.tables import report_text
 
     try:
-        plan = _read(name, overlays)
-        models, meshes = _wanted(plan, model, mesh)
+        plan = request.plan(name)
+        models, meshes, mode = request.models(plan), request.meshes(plan), request.mode(plan)
         if not models or not meshes:
-            findings.add([_file_only(plan, "a model" if not models else "a mesh")])
-            return None
-        mode = bool(plan.sequence_parallel if sequence_parallel is None else sequence_parallel)
+            findings.add(_file_only(plan, missing="mesh" if models else "model"))
+            return
         target = Target(resolve(plan, _inventory(models[0])), meshes[0], mode)
     except PlanError as refused:
         findings.add(refused.diagnostics)
-        return None
+        return
     found = check(target)
-    findings.add(found, str(Situation(models[0], meshes[0], mode)))
+    findings.add(found, f"{models[0]} {meshes[0]} {'SP' if mode else 'TP'}")
     if errors(found):
-        return None
-    from shardplan.report import as_dict, make_report, print_report
-
+        return
     compiled = lower(target.resolved, target.mesh, sequence_parallel=mode)
     report = make_report(target.resolved, compiled)
-    if format_ != "json":
-        print_report(report, _console())
-    return as_dict(report, compiled)
-
-
-# ---------------------------------------------------------------- printing
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console(soft_wrap=True) if sys.stdout.isatty() else Console(width=200, no_color=True)
-
-
-def _print_findings(findings: Findings, format_: Format) -> None:
-    if format_ == "json":
-        click.echo(json.dumps([_as_dict(finding, met) for finding, met in findings], indent=2))
-        return
-    for finding, situations in findings:
-        click.echo(_github(finding) if format_ == "github" else _text(finding, situations))
-    if format_ == "text" and (summary := _summary(findings)):
-        click.echo(summary)
-
-
-def _text(finding: Diagnostic, situations: list[str]) -> str:
-    met = [situation for situation in situations if situation]
-    more = f" and {len(met) - 1} more" if len(met) > 1 else ""
-    return f"{finding}\n    on: {met[0]}{more}" if met else str(finding)
-
-
-def _summary(findings: Findings) -> str:
-    counts = {severity: sum(d.severity is severity for d, _ in findings) for severity in Severity}
-    spoken = [f"{n} {s.value}{'s' if n > 1 else ''}" for s, n in counts.items() if n and s is not Severity.NOTE]
-    return ", ".join(spoken)
-
-
-def _github(finding: Diagnostic) -> str:
-    """A workflow command, which GitHub shows at the line: properties and message have escapes of their own."""
-    level = {Severity.NOTE: "notice"}.get(finding.severity, finding.severity.value)
-    where = finding.where
-    place = f" file={_escaped(where.file, ':,')},line={where.line or 1},col={where.column or 1}" if where else ""
-    message = f"{finding.code}: {finding.message}" + (f" Hint: {finding.hint}" if finding.hint else "")
-    return f"::{level}{place}::{_escaped(message)}"
-
-
-def _escaped(text: str, also: str = "") -> str:
-    return "".join(f"%{ord(c):02X}" if c in "%\r\n" + also else c for c in text)
-
-
-def _as_dict(finding: Diagnostic, situations: list[str]) -> dict[str, object]:
-    where = finding.where
-    place = {"file": where.file, "line": where.line, "column": where.column} if where else None
-    return {
-        "code": finding.code,
-        "severity": finding.severity.value,
-        "message": finding.message,
-        "where": place,
-        "subject": finding.subject,
-        "expected": finding.expected,
-        "hint": finding.hint,
-        "on": [situation for situation in situations if situation],
-    }
+    if printing:
+        click.echo(report_text(report, shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
+    yield as_dict(report, compiled)
 
 
 def main() -> None:

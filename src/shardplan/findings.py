@@ -1,0 +1,88 @@
+"""What a run of ``plan-compile`` found: collected, counted, printed, and turned into an exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from shardplan.diagnostics import Diagnostic, Severity
+
+CLEAN, WRONG, COULD_NOT_CHECK = 0, 1, 2
+COULD_NOT_CHECK_CODES = ("SP001", "SP301", "SP901")  # a plan, mesh or model that cannot be had says nothing of a plan
+
+
+class Findings:
+    """Findings in the order met, each once, with the situations (model, mesh, mode) in which it was met."""
+
+    def __init__(self) -> None:
+        self._met: dict[Diagnostic, list[str]] = {}
+
+    def add(self, findings: Iterable[Diagnostic], situation: str = "") -> None:
+        for finding in findings:
+            met = self._met.setdefault(finding, [])
+            met += [situation] if situation else []
+
+    def __iter__(self) -> Iterator[tuple[Diagnostic, list[str]]]:
+        return iter(self._met.items())
+
+    def exit_code(self, *, strict: bool) -> int:
+        """CLEAN, WRONG or COULD_NOT_CHECK; a plan that is wrong outweighs another that could not be checked."""
+        refused = [d for d in self._met if d.severity is Severity.ERROR or (strict and d.severity is Severity.WARNING)]
+        if any(not _could_not_check(finding) for finding in refused):
+            return WRONG
+        return COULD_NOT_CHECK if refused else CLEAN
+
+    def text(self) -> Iterator[str]:
+        """For people: each finding, then how many there are of each severity."""
+        for finding, situations in self:
+            yield f"{finding}\n    on: {_situations(situations)}" if situations else str(finding)
+        counts = {severity: sum(finding.severity is severity for finding in self._met) for severity in Severity}
+        summary = [f"{n} {s.value}{'s' * (n > 1)}" for s, n in counts.items() if n and s is not Severity.NOTE]
+        if summary:
+            yield ", ".join(summary)
+
+    def github(self) -> Iterator[str]:
+        """Workflow commands, which GitHub shows at the line."""
+        return (_github(finding) for finding in self._met)
+
+    def data(self) -> list[dict[str, Any]]:
+        """For programs."""
+        return [_as_dict(finding, situations) for finding, situations in self]
+
+
+def _could_not_check(finding: Diagnostic) -> bool:
+    """A mesh that a plan file names (SP301 with a place) is the plan's fault; one on the command line is usage."""
+    return finding.code in COULD_NOT_CHECK_CODES and not (finding.code == "SP301" and finding.where)
+
+
+def _situations(met: list[str]) -> str:
+    return f"{met[0]} and {len(met) - 1} more" if len(met) > 1 else met[0]
+
+
+def _github(finding: Diagnostic) -> str:
+    """Properties and message have escapes of their own."""
+    level = {Severity.NOTE: "notice"}.get(finding.severity, finding.severity.value)
+    where = finding.where
+    place = f" file={_escaped(where.file, ':,')},line={where.line or 1},col={where.column or 1}" if where else ""
+    parts = [f"{finding.code}: {finding.message}"]
+    parts += [f"expected: {finding.expected}"] if finding.expected else []
+    parts += [f"hint: {finding.hint}"] if finding.hint else []
+    return f"::{level}{place}::{_escaped(chr(10).join(parts))}"
+
+
+def _escaped(text: str, also: str = "") -> str:
+    return "".join(f"%{ord(c):02X}" if c in "%\r\n" + also else c for c in text)
+
+
+def _as_dict(finding: Diagnostic, situations: list[str]) -> dict[str, Any]:
+    where = finding.where
+    return {
+        "code": finding.code,
+        "severity": finding.severity.value,
+        "message": finding.message,
+        "where": {"file": where.file, "line": where.line, "column": where.column} if where else None,
+        "subject": finding.subject,
+        "expected": finding.expected,
+        "hint": finding.hint,
+        "on": situations,
+    }

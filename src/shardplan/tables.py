@@ -1,0 +1,75 @@
+"""A report on a terminal or in a file: tables for people."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from shardplan.checks.target import count, listed, size
+from shardplan.report import Report
+
+
+def report_text(report: Report, width: int | None = None) -> str:
+    """What each rule did, what is replicated, what is sent over tp, what FSDP2 wraps.
+
+    Args:
+        report: what to show.
+        width: where lines fold, in characters; None lets them run.
+    """
+    mode = "sequence parallel" if report.sequence_parallel else "tensor parallel"
+    lines = [f"plan {report.plan} on {report.model}, mesh {report.mesh}, {mode}", ""]
+    # Not markup: `[shipped]` and `[0-3]` are text.
+    console = Console(width=width or 400, markup=False, emoji=False, highlight=False, color_system=None)
+    with console.capture() as table:
+        console.print(_rules(report))
+    lines += [line.rstrip().replace("─", "-") for line in table.get().splitlines()]  # any encoding has a dash
+    lines += ["", *_bytes(report), "", *_collectives(report), "", *_units(report)]
+    return "\n".join(lines) + "\n"
+
+
+def _rules(report: Report) -> Table:
+    headings = ("rule", "matches", "style", "placement over tp", "whole", "per tp rank", "per rank", "written at")
+    numbers = ("matches", "whole", "per tp rank", "per rank")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for heading in headings:
+        table.add_column(heading, justify="right" if heading in numbers else "left", overflow="fold")
+    for row in report.rules:
+        sizes = (row.nbytes.whole, row.nbytes.tp_rank, row.nbytes.rank)
+        shown = map(size, sizes) if row.parameters else ("", "", "")
+        where = f"{row.where} {row.layer}"
+        table.add_row(row.pattern, str(row.matched), row.style, ", ".join(row.placements), *shown, where)
+    return table
+
+
+def _bytes(report: Report) -> list[str]:
+    whole, per_element = report.nbytes.whole, report.nbytes.whole // report.parameters if report.parameters else 0
+    share = 100 * report.replicated_nbytes / whole if whole else 0
+    lines = [
+        f"parameters: {report.parameters:,} of {per_element} bytes, {size(whole)}: {size(report.nbytes.tp_rank)} per "
+        f"tp rank, {size(report.nbytes.rank)} per rank once FSDP2 has cut them, too",
+        f"replicated over tp: {size(report.replicated_nbytes)} ({share:.2f} %)",
+    ]
+    lines += [
+        f"  {row.pattern}  {count(row.replicated, 'parameter')}, {size(row.replicated_nbytes)}"
+        for row in report.rules
+        if row.replicated
+    ]
+    return lines + [f"tied: {listed(group)} are one parameter" for group in report.ties]
+
+
+def _collectives(report: Report) -> list[str]:
+    lines = ["collectives over tp in one step (without FSDP2's, the loss's, and those of recomputation)"]
+    for direction in ("forward", "backward"):
+        calls = [entry for entry in report.collectives if entry.direction == direction]
+        lines.append(f"  {direction}: {sum(entry.calls for entry in calls)}")
+        lines += [f"    {entry.module}  {entry.name} x {entry.calls}" for entry in calls]
+    return [*lines, f"  sums of replicated parameters' gradients, one for each FSDP2 unit that has some: {report.sums}"]
+
+
+def _units(report: Report) -> list[str]:
+    units = [f"{name} x {number}" for name, number in report.units]
+    lines = [f"FSDP2 units: {', '.join([*units, 'the model around them' if units else 'the model'])}"]
+    if report.recompute:
+        lines.append("recomputed: " + ", ".join(f"{name} x {number}" for name, number in report.recompute))
+    return lines
