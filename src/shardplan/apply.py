@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -100,16 +100,19 @@ def _logits(
 
 
 def _shard_over_dp(model: nn.Module, compiled: CompiledPlan, mesh: DeviceMesh) -> list[FSDPModule]:
+    # The model's own inputs are cast to the parameters' dtype; what runs between its modules is theirs to decide.
+    # FSDP2 would also cast position tables that a model keeps in fp32.
+    policy = _mixed_precision(compiled.mixed_precision)
+    inner_policy = replace(policy, cast_forward_inputs=False)
     options: dict[str, Any] = {
         "mesh": _dp_mesh(compiled, mesh),
-        "mp_policy": _mixed_precision(compiled.mixed_precision),
         "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
         if compiled.cpu_offload
         else OffloadPolicy(),
     }
     for unit in compiled.units:
-        fully_shard(model.get_submodule(unit.path), reshard_after_forward=unit.reshard, **options)
-    fully_shard(model, reshard_after_forward=compiled.root_reshard, **options)
+        fully_shard(model.get_submodule(unit.path), reshard_after_forward=unit.reshard, mp_policy=inner_policy, **options)
+    fully_shard(model, reshard_after_forward=compiled.root_reshard, mp_policy=policy, **options)
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 

@@ -1,0 +1,114 @@
+"""`apply_plan`: what it refuses leaves the model as it was; what it accepts has the properties promised."""
+
+import apply_jobs
+import pytest
+from pool import Pool
+
+REFUSALS = {
+    "unequal weights": ["SP303"],
+    "permuted rows": ["SP303"],
+    "ranks in different modes": ["SP303"],
+    "a mesh smaller than the world": ["SP301"],
+    "an unnamed mesh": ["SP301"],
+    "an unknown axis": ["SP301"],
+    "two names for dp": ["SP301"],
+    "a missing file": ["SP001"],
+    "a directory": ["SP001"],
+    "no shipped plan of that name": ["SP001"],
+    "an empty dict": ["SP008"],
+    "a dict of numbers": ["SP008"],
+    "an unknown style": ["SP101"],
+    "mixed precision without dp": ["SP304"],
+    "offload without dp": ["SP304"],
+    "recompute of nothing": ["SP108"],
+    "recompute as a flag": ["SP008"],
+}
+
+
+@pytest.mark.parametrize("call", REFUSALS)
+def test_refused_on_every_rank_and_untouched(pool: Pool, call: str) -> None:
+    for codes, text, untouched in pool.run(2, apply_jobs.refused, call):
+        assert codes == REFUSALS[call], text
+        assert untouched
+
+
+def test_a_plan_for_another_model(pool: Pool) -> None:
+    for codes, text, untouched in pool.run(2, apply_jobs.refused, "a plan for another model"):
+        assert codes[0] == "SP106"
+        assert "plan 'gemma3' is not for LlamaForCausalLM" in text
+        assert untouched
+
+
+def test_one_refusing_rank_stops_all(pool: Pool) -> None:
+    (first, *_), (second, text, untouched) = pool.run(2, apply_jobs.refused, "one rank refuses")
+    assert "SP102" in first
+    assert second == ["SP303"]
+    assert "another rank refused the plan" in text
+    assert untouched
+
+
+def test_applied_twice_is_an_error(pool: Pool) -> None:
+    """C08."""
+    assert pool.run(2, apply_jobs.applied_twice) == [(["SP302"], True)] * 2
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("vocabulary", [33, 99])
+@pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2"])
+def test_odd_vocabulary(pool: Pool, vocabulary: int, tied: bool, mesh: str) -> None:
+    """C39."""
+    ranks = 4 if "dp" in mesh else 2
+    assert pool.run(ranks, apply_jobs.odd_vocabulary, vocabulary, tied, mesh) == [[]] * ranks
+
+
+def test_odd_vocabulary_is_cut_into_17_and_16_rows(pool: Pool) -> None:
+    """C39."""
+    assert pool.run(2, apply_jobs.embedding_rows, 33) == [17, 16]
+
+
+@pytest.mark.parametrize("padding_idx", [0, 3, 200])
+def test_padding_row(pool: Pool, padding_idx: int) -> None:
+    assert pool.run(2, apply_jobs.padding_row, padding_idx) == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "shape"),
+    [
+        ("dp_shard=2,cp=2", (16, 64)),  # C25: flattened, not HSDP
+        ("dp_replicate=2,dp_shard=2", (32, 64)),
+        ("dp=2,tp=2", (16, 64)),
+        ("dp_replicate=2,dp=1,tp=2", (32, 64)),
+        ("dp=1,cp=2,tp=2", (16, 64)),
+    ],
+)
+def test_local_rows(pool: Pool, mesh: str, shape: tuple[int, int]) -> None:
+    assert pool.run(4, apply_jobs.local_rows, mesh) == [shape] * 4
+
+
+@pytest.mark.parametrize("model", ["llama", "llama-tied", "gemma3"])
+@pytest.mark.parametrize("mesh", ["tp=2", "dp=1,tp=2", "dp=2"])
+def test_meta_device(pool: Pool, model: str, mesh: str) -> None:
+    assert pool.run(2, apply_jobs.from_meta, model, mesh) == [[], []]
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen3", "gemma3", "gemma3-vision"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_generate(pool: Pool, model: str, sequence_parallel: bool) -> None:
+    for expected, actual in pool.run(2, apply_jobs.generated, model, "dp=1,tp=2", sequence_parallel):
+        assert actual == expected
+
+
+def test_kinds_of_logits(pool: Pool) -> None:
+    assert pool.run(2, apply_jobs.kinds_of_logits) == [["DTensor", "Tensor", "DTensor", "Tensor"]] * 2
+
+
+def test_hidden_states_are_whole(pool: Pool) -> None:
+    assert pool.run(2, apply_jobs.hidden_states) == [[], []]
+
+
+def test_a_second_reader_of_the_final_states(pool: Pool) -> None:
+    assert pool.run(2, apply_jobs.second_reader) == [[], []]
+
+
+def test_deep_copy_and_autograd_grad(pool: Pool) -> None:
+    assert pool.run(2, apply_jobs.copied_and_differentiated) == [[], []]

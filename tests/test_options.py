@@ -1,0 +1,66 @@
+"""Options of `apply_plan`, plans written in Python, and models that were wrapped before."""
+
+import option_jobs
+import pytest
+import torch
+from parity import Case
+from pool import Pool
+
+from shardplan.styles import Gradient
+
+
+@pytest.mark.parametrize("mesh", ["dp=1,tp=2", "dp=2"])
+def test_mixed_precision(pool: Pool, mesh: str) -> None:
+    for seen in pool.run(2, option_jobs.precision, mesh):
+        assert seen["activation"] == torch.bfloat16
+        assert seen["parameters"] == seen["gradients"] == {torch.float32}
+        assert seen["tables"] == (torch.float32, True)
+        assert 0 < seen["loss"] < 1e-2
+
+
+def test_fp32_tables_stay_fp32(pool: Pool) -> None:
+    assert pool.run(2, option_jobs.table_dtypes) == [{torch.float32}] * 2
+
+
+@pytest.mark.parametrize("mesh", ["dp=1,tp=2", "dp=2"])
+def test_cpu_offload(pool: Pool, mesh: str) -> None:
+    assert pool.run(2, option_jobs.offloaded, mesh) == [({"cpu"}, [])] * 2
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("mesh", ["tp=2", "dp=1,tp=2"])
+@pytest.mark.parametrize(
+    ("patterns", "runs"),
+    [
+        (None, {"0": 1, "self_attn": 1, "mlp": 1, "up_proj": 1}),
+        ([".layers.*"], {"0": 2, "self_attn": 2, "mlp": 2, "up_proj": 2}),
+        ([".layers.*.mlp"], {"0": 1, "self_attn": 1, "mlp": 2, "up_proj": 2}),
+        ([".layers.1"], {"0": 1, "self_attn": 1, "mlp": 1, "up_proj": 1}),
+    ],
+)
+def test_recomputation(
+    pool: Pool, mesh: str, sequence_parallel: bool, patterns: list[str] | None, runs: dict[str, int]
+) -> None:
+    case = Case("llama", mesh, sequence_parallel, options={"recompute": patterns})
+    assert pool.run(2, option_jobs.recomputed, case) == [(runs, [])] * 2
+
+
+def test_a_row_of_ones_own(pool: Pool) -> None:
+    assert pool.run(2, option_jobs.registered_row, Gradient.PARTIAL) == [[], []]
+
+
+def test_a_native_style_is_applied_as_it_stands(pool: Pool) -> None:
+    assert pool.run(2, option_jobs.native_style) == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("plan", list(option_jobs.PYTHON_PLANS))
+@pytest.mark.parametrize("mesh", ["tp=2", "dp=1,tp=2"])
+def test_plans_from_python(pool: Pool, plan: str, mesh: str) -> None:
+    assert pool.run(2, option_jobs.python_plan, plan, mesh) == [[], []]
+
+
+@pytest.mark.parametrize("how", ["compile", "compile in place", "checkpoint"])
+@pytest.mark.parametrize("mesh", ["tp=2", "dp=1,tp=2"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_models_wrapped_before(pool: Pool, how: str, mesh: str, sequence_parallel: bool) -> None:
+    assert pool.run(2, option_jobs.wrapped, how, mesh, sequence_parallel) == [[], []]
