@@ -102,6 +102,9 @@ HARMLESS = [
         **{ANY + block: ["{style: block, output: partial -> replicate}", "{style: block, input: replicate}"]
            for block in ("self_attn", "mlp")},
         "lm_head": ["{style: colwise, input: stream -> replicate}"]}),
+    ("sequence_parallel is plain replication while the stream is whole", "TP", {
+        ".embed_tokens": ["sequence_parallel", "{style: sequence_parallel, input: stream -> replicate}"],
+        ".norm": ["sequence_parallel"], "lm_head": ["sequence_parallel"]}),
     ("a norm's gradient is complete while the stream is whole", "TP", {
         ".norm": ["null"], ANY + "input_layernorm": ["null"], ANY + "post_attention_layernorm": ["null"]}),
 ]  # fmt: skip

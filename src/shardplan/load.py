@@ -14,7 +14,7 @@ from shardplan.mesh import parse_mesh
 from shardplan.patterns import Pattern, parse_pattern
 from shardplan.plan import NULL, Layer, MixedPrecision, Plan, Recompute, Reference, Rule, Unit
 from shardplan.resources import plans_folder, shipped_plans
-from shardplan.source import KeyPath, Source, read_source
+from shardplan.source import KeyPath, Source, read_source, shown
 from shardplan.validate import closest, validate
 
 
@@ -62,7 +62,7 @@ def find_plan(source: str | Path, beside: Path | None = None) -> Path:
         return found
     folder = plans_folder()
     hint = closest(str(source), list(shipped)) or "a file of your own needs its folder or suffix: ./plan.yaml"
-    expected = f"one of {', '.join(shipped)} in {folder}" if shipped else f"a plan in {folder}, which has none"
+    expected = f"one of {', '.join(shipped)}" if shipped else f"a plan in {shown(folder)}, which has none"
     raise PlanError([Diagnostic("SP001", f"no shipped plan is named '{source}'", None, str(source), expected, hint)])
 
 

@@ -1,4 +1,7 @@
-"""Rules that come to nothing, because they match nothing or name an unknown style, and what they were meant for."""
+"""Rules that come to nothing, and what they were meant for: other checks wait until these rules are mended.
+
+They match nothing, name an unknown style, split what cannot be split, or contradict one another.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from shardplan.diagnostics import Diagnostic
 from shardplan.globs import path_regex
 from shardplan.inventory import ancestors
 from shardplan.plan import NULL, Rule
-from shardplan.resolve import Match, Matched, ResolvedPlan
+from shardplan.resolve import Match, Matched, ResolvedModule, ResolvedPlan
 from shardplan.styles import Style
 
 
@@ -23,14 +26,14 @@ class Dead:
     Attributes:
         elsewhere: fqns by the prefix under which the same path exists; empty when it exists nowhere.
         near: general names like the written one, the best first.
-        meant: fqns that the rule was probably meant for.
+        left: the modules of the best of these names, where no rule speaks of them.
     """
 
     rule: Rule
     match: Match
     elsewhere: dict[str, tuple[str, ...]]
     near: tuple[str, ...]
-    meant: tuple[str, ...]
+    left: tuple[str, ...]
 
 
 class FaultyRules:
@@ -63,15 +66,40 @@ class FaultyRules:
         return best[0][0] if best and best[0][1] > 1 else None
 
     @cached_property
-    def rules(self) -> frozenset[int]:
-        """Identities of the faulty rules."""
-        return frozenset(id(rule) for rule in (*(m.line for m in self.unknown), *(d.rule for d in self.dead)))
+    def unfit(self) -> tuple[ResolvedModule, ...]:
+        """Modules of a kind that their style cannot split."""
+        return tuple(
+            module
+            for module in self._resolved.modules
+            if module.style is not None and module.style.kinds and module.info.kind not in module.style.kinds
+        )
 
     @cached_property
-    def meant(self) -> frozenset[str]:
-        """Modules and parameters that a faulty rule was probably meant for."""
+    def rules(self) -> frozenset[int]:
+        """Identities of the rules that match nothing or whose style is unknown."""
+        return frozenset(id(rule) for rule in (*(m.line for m in self.unknown), *(d.rule for d in self.dead)))
+
+    def explains(self, fqn: str) -> bool:
+        """Whether a faulty rule was probably meant for a module or parameter, or for one around it."""
+        return not self._meant.isdisjoint((fqn, *ancestors(fqn)))
+
+    @cached_property
+    def _meant(self) -> frozenset[str]:
         unknown = (fqn for matched in self.unknown for fqn in matched.fqns)
-        return frozenset((*unknown, *(fqn for dead in self.dead for fqn in dead.meant)))
+        unfit = (module.fqn for module in self.unfit)
+        dead = (fqn for entry in self.dead for fqn in self._meant_by(entry))
+        return frozenset((*unknown, *unfit, *dead, *self._contested()))
+
+    def _meant_by(self, dead: Dead) -> tuple[str, ...]:
+        if self.prefix in dead.elsewhere:
+            return dead.elsewhere[self.prefix]
+        return next(iter(dead.elsewhere.values()), dead.left)
+
+    def _contested(self) -> Iterator[str]:
+        """What two rules of equal rank both claim."""
+        matched = {id(entry.line): set(entry.fqns) for entry in self._resolved.rules}
+        for tie in self._resolved.ties:
+            yield from matched[id(tie.first)] & matched[id(tie.second)]
 
     @cached_property
     def spoken(self) -> frozenset[str]:
@@ -80,8 +108,9 @@ class FaultyRules:
 
     @cached_property
     def spoken_around(self) -> frozenset[str]:
-        """What some rule matches, and everything around it."""
-        return frozenset((*self.spoken, *(above for fqn in self.spoken for above in ancestors(fqn))))
+        """What some rule matches or was meant for, and everything around it."""
+        spoken = self.spoken | self._meant
+        return spoken | {above for fqn in spoken for above in ancestors(fqn)}
 
     @cached_property
     def _by_general_name(self) -> dict[str, list[str]]:
@@ -102,14 +131,12 @@ class FaultyRules:
 
     def _dead(self, matched: Matched[Rule], index: int) -> Dead:
         written, match = matched.line.pattern.alternatives[index], matched.matches[index]
-        elsewhere = dict(self._elsewhere(written.tokens, relative=written.relative))
+        elsewhere = dict(self.elsewhere(written.tokens, relative=written.relative))
         near = self.near(match)
-        meant = [fqn for fqns in elsewhere.values() for fqn in fqns]
-        if not meant and near:
-            meant = [fqn for fqn in self._by_general_name[near[0]] if fqn not in self.spoken]
-        return Dead(matched.line, match, elsewhere, near, tuple(meant))
+        left = [fqn for fqn in self._by_general_name[near[0]] if fqn not in self.spoken] if near else ()
+        return Dead(matched.line, match, elsewhere, near, tuple(left))
 
-    def _elsewhere(self, tokens: tuple[str, ...], *, relative: bool) -> Iterator[tuple[str, tuple[str, ...]]]:
+    def elsewhere(self, tokens: tuple[str, ...], *, relative: bool) -> Iterator[tuple[str, tuple[str, ...]]]:
         """The fqns that end in ``tokens``, by the names before; a full path is also tried without its first name."""
         if "**" in tokens:
             return

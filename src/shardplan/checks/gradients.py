@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardplan.checks.members import groups
+from shardplan.checks.members import groups, left_whole
 from shardplan.checks.names import general
 from shardplan.checks.target import Target, listed
-from shardplan.diagnostics import Diagnostic
+from shardplan.diagnostics import Diagnostic, Location
 from shardplan.inventory import ancestors
 from shardplan.lower import split_dim
 from shardplan.plan import Rule
@@ -18,23 +18,29 @@ from shardplan.styles import Gradient, Kind, Split, Style
 def check_gradients(target: Target) -> Iterator[Diagnostic]:
     """SP206: a replicated parameter's gradient is summed exactly where each rank sees only a part of the work."""
     between = {group.owner.fqn for group in groups(target) if not group.is_block}
+    whole = left_whole(target)
+    faults: dict[tuple[Location, str, str], list[str]] = {}
     for module in target.resolved.modules:
         for parameter in module.parameters:
             style, rule = parameter.style, parameter.claim
             if style is None or rule is None or style.split is not Split.NONE or style.native is not None:
                 continue
+            if module.fqn in whole or target.explained(parameter.info.fqn):
+                continue
             fault = _fault(target, module, style, in_parts=not between.isdisjoint(ancestors(module.fqn)))
             if fault:
-                reason, hint = fault
-                name = general(parameter.info.fqn)
-                yield Diagnostic(
-                    "SP206",
-                    f"the gradient of {name} would be wrong: {reason}",
-                    where=rule.where,
-                    subject=name,
-                    expected="a style that says what the gradient is there",
-                    hint=hint,
-                )
+                faults.setdefault((rule.where, *fault), []).append(general(parameter.info.fqn))
+    for (where, reason, hint), names in faults.items():
+        names = list(dict.fromkeys(names))
+        plural = "s" if len(names) > 1 else ""
+        yield Diagnostic(
+            "SP206",
+            f"the gradient{plural} of {listed(names)} would be wrong: {reason}",
+            where=where,
+            subject=", ".join(names),
+            expected="a style that says what the gradient is there",
+            hint=hint,
+        )
 
 
 def _fault(target: Target, module: ResolvedModule, style: Style, *, in_parts: bool) -> tuple[str, str] | None:
@@ -50,8 +56,8 @@ def _fault(target: Target, module: ResolvedModule, style: Style, *, in_parts: bo
         if style.gradient is Gradient.PARTIAL:
             return None
         return (
-            "it stands between linears that are cut, where each rank sees its part of the work only, and "
-            f"{_named(style)} does not sum it",
+            "between linears that are cut, each rank sees its part of the work only, and "
+            f"{_named(style)} does not sum that",
             f"use replicated_with_grad_allreduce, or make {general(next(ancestors(module.fqn)))} a block",
         )
     on_stream = target.stream.carries(module.fqn)
@@ -60,7 +66,8 @@ def _fault(target: Target, module: ResolvedModule, style: Style, *, in_parts: bo
             f"each rank has the whole of it there, and {_named(style)} adds them up",
             "use sequence_parallel" if on_stream else "use null",
         )
-    if style.gradient is Gradient.STREAM and not on_stream and module not in target.stream.gathers:
+    gathers = target.stream.gathers if target.sequence_parallel else ()
+    if style.gradient is Gradient.STREAM and not on_stream and gathers and module not in gathers:
         return f"{style.name} stands where the residual stream does not run", "use null: its gradient is complete there"
     if on_stream and target.sequence_parallel and style.gradient is Gradient.COMPLETE:
         return (

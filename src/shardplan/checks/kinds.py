@@ -14,10 +14,10 @@ from shardplan.styles import Split, Style
 
 def check_kinds(target: Target) -> Iterator[Diagnostic]:
     """SP105: a style that splits weights stands on a module whose weights it can split."""
-    for module in target.resolved.modules:
+    for module in target.faulty.unfit:
         style, rule = module.style, module.rule
-        if style is None or rule is None or not style.kinds or module.info.kind in style.kinds:
-            continue
+        assert style is not None
+        assert rule is not None
         yield Diagnostic(
             "SP105",
             f"style {style.name} cannot split {general(module.fqn)}, a {module.info.class_name}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardplan.checks.members import FEATURES, Group, Member, groups
-from shardplan.checks.names import general
+from shardplan.checks.names import general, last
 from shardplan.checks.target import Target, listed
 from shardplan.diagnostics import Diagnostic, Severity
 from shardplan.edges import Edge, UnsupportedConversionError, lower_edge
@@ -59,16 +59,18 @@ def check_groups(target: Target) -> Iterator[Diagnostic]:
 
 
 def _inside(target: Target, group: Group) -> Iterator[Diagnostic]:
-    owner = group.owner
-    for member in target.resolved.children(owner.fqn):
+    ends = output_conversion(group.owner)
+    repeated: dict[tuple[str, int], list[ResolvedModule]] = {}
+    for member in target.resolved.children(group.owner.fqn):
         taken, given = input_conversion(member), output_conversion(member)
         if taken and taken.source != FEATURES and _communicates(member, taken):
-            message = f"{general(member.fqn)} converts its input, which {group.name} has done for all of its members"
-            yield fault(target, member, message, "one conversion at the edge of the block", "remove `input`")
-        ends = output_conversion(owner)
+            repeated.setdefault(("input", id(member.rule)), []).append(member)
         if given and _communicates(member, given) and not (ends and given.target == ends.source == REPLICATE):
-            message = f"{general(member.fqn)} converts its output inside {group.name}, which does so at its edge"
-            yield fault(target, member, message, "one conversion at the edge of the block", "remove `output`")
+            repeated.setdefault(("output", id(member.rule)), []).append(member)
+    for (side, _), members in repeated.items():
+        names = listed(dict.fromkeys(last(member.fqn) for member in members))
+        message = f"the rule for {names} converts the {side} inside {group.name}, which does so at its edge"
+        yield fault(target, members[0], message, "conversions at the edges of the block alone", f"remove `{side}`")
 
 
 def _end(target: Target, group: Group) -> Iterator[Diagnostic]:
@@ -153,7 +155,7 @@ def _same(target: Target, one: Layout, other: Layout) -> bool:
 
 
 def _meaning(target: Target, layout: Layout) -> str:
-    return f"the stream, {layout.resolved(target.sequence_parallel)}" if layout == STREAM else str(layout)
+    return f"the stream ({layout.resolved(target.sequence_parallel)})" if layout == STREAM else str(layout)
 
 
 def _cut_features(module: ResolvedModule) -> bool:
@@ -163,12 +165,13 @@ def _cut_features(module: ResolvedModule) -> bool:
 def check_repeats(target: Target) -> Iterator[Diagnostic]:
     """SP207: siblings outside a block that each send one activation again: right, but several times the traffic."""
     for group in groups(target):
-        if group.is_block:
+        if group.is_block or group.whole():
             continue
         repeated: dict[Conversion, list[Member]] = {}
         for member in group.members:
             taken = input_conversion(member.module)
-            if taken and taken.source != FEATURES and _sends(target, member.module, taken):
+            found = taken is not None and _same(target, taken.source, _around(target, member.module)[0])
+            if taken and found and taken.source != FEATURES and _sends(target, member.module, taken):
                 repeated.setdefault(taken, []).append(member)
         for conversion, members in repeated.items():
             rule = members[0].rule
@@ -218,9 +221,7 @@ def _sends(target: Target, module: ResolvedModule, conversion: Conversion) -> bo
     return collective is not None and bool(collective.sends)
 
 
-def fault(
-    target: Target, module: ResolvedModule, message: str, expected: str = "", hint: str = "correct the edge"
-) -> Diagnostic:
+def fault(target: Target, module: ResolvedModule, message: str, expected: str = "", hint: str = "") -> Diagnostic:
     """A finding about an edge, at the rule of its module."""
     where = module.rule.where if module.rule else target.resolved.plan.where
     return Diagnostic("SP204", message, where, general(module.fqn), expected, hint)

@@ -62,8 +62,9 @@ def check_dead_rules(target: Target) -> Iterator[Diagnostic]:
                 yield _dead("SP102", target, matched.line, match, _suggestion(target.faulty.near(match)))
     lines: tuple[Matched[Any], ...] = (*plan.units, *plan.recompute)
     for matched in lines:
-        for match in matched.matches:
-            if not match.fqns and not matched.line.pattern.optional:
+        for written, match in zip(matched.line.pattern.alternatives, matched.matches, strict=True):
+            found = dict(faulty.elsewhere(written.tokens, relative=written.relative))
+            if not match.fqns and not matched.line.pattern.optional and faulty.prefix not in found:
                 yield _dead("SP108", target, matched.line, match, _suggestion(target.faulty.near(match)))
 
 
@@ -106,7 +107,7 @@ def _way_out(dead: Dead) -> str:
     if dead.elsewhere:
         prefix, fqns = next(iter(dead.elsewhere.items()))
         return f"it matches if prefixed with {prefix} ({count(len(fqns), 'module')}, such as {fqns[0]})"
-    if dead.near and dead.meant:
+    if dead.near and dead.left:
         return f"did you mean {dead.near[0]}? No other rule speaks of it"
     return _suggestion(dead.near)
 

@@ -91,7 +91,7 @@ def groups(target: Target) -> Iterator[Group]:
 
 
 def _waits(target: Target, group: Group) -> bool:
-    """Whether a faulty rule or a torch style, whose layouts are its own affair, leaves nothing to say."""
+    """Whether a faulty rule, or a torch style, whose layouts are its own affair, leaves nothing to say."""
     natives = (m.module.style is not None and m.module.style.native is not None for m in group.members)
     return any(natives) or any(target.explained(member.module.fqn) for member in group.members)
 
@@ -174,7 +174,7 @@ def _last_hint(group: Group) -> str:
 
 
 def _disordered(target: Target, group: Group) -> list[Diagnostic]:
-    """Members whose roles are mixed up: siblings cut differently, or the first one taking what nobody gave yet."""
+    """Members whose roles are mixed up: siblings cut differently, or a rowwise one that does not end the block."""
     roles = {member.name: member for member in group.members}
     for siblings in _SIBLINGS:
         members = [roles[name] for name in roles if name in siblings]
@@ -185,11 +185,21 @@ def _disordered(target: Target, group: Group) -> list[Diagnostic]:
                 f"{other.name} is {_style(other)} in {group.name}, but its sibling {first.name} is {_style(first)}"
             )
             return [_fault(target, group, message, f"{_names(tuple(members))} cut alike", _ALIKE, other)]
-    if group.members and group.members[0].role == "consumer":
-        first = group.members[0]
-        message = f"{first.name}, the first linear of {group.name}, takes features in parts that nothing gives"
-        return [_fault(target, group, message, _ORDER, f"make {first.name} colwise", first)]
+    width = _stream_width(target)
+    for consumer in group.of_role("consumer") if group.is_block and width else ():
+        given = _weight(consumer)[0]
+        if given != width:
+            message = (
+                f"{consumer.name} is rowwise and gives {given} features, but {group.name} gives the stream {width}"
+            )
+            return [_fault(target, group, message, _ORDER, f"make {consumer.name} colwise", consumer)]
     return []
+
+
+def _stream_width(target: Target) -> int | None:
+    """Features of the residual stream, as the embedding gives them."""
+    embedding = target.resolved.by_fqn.get(target.resolved.inventory.embedding or "")
+    return embedding.info.parameters[0].shape[-1] if embedding and embedding.info.parameters else None
 
 
 def _fault(

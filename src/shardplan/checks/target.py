@@ -30,8 +30,8 @@ class Target:
         return FaultyRules(self.resolved)
 
     def explained(self, fqn: str) -> bool:
-        """Whether a faulty rule was probably meant for a module, or for the module of a parameter."""
-        return fqn in self.faulty.meant or fqn.rpartition(".")[0] in self.faulty.meant
+        """Whether a faulty rule, which is reported as such, leaves nothing more to say of a module or parameter."""
+        return self.faulty.explains(fqn)
 
     def spell(self, name: str) -> str:
         """A general name as a rule would write it: relative to the plan's root where it lies below."""
