@@ -12,6 +12,7 @@ help:
 	@echo "make check   lint, format, types, and the tests that need no processes"
 	@echo "make format  rewrite the sources as ruff wants them"
 	@echo "make schema  write schemas/plan.schema.json anew"
+	@echo "make golden  write what plan-compile is expected to print anew, and docs/diagnostics.md"
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -44,6 +45,9 @@ format: $(READY)
 schema: $(READY)
 	$(BIN)/plan-compile --schema > schemas/plan.schema.json.new
 	mv schemas/plan.schema.json.new schemas/plan.schema.json
+
+golden: $(READY)
+	$(BIN)/python tests/golden.py
 
 clean:
 	rm -rf $(VENV)

@@ -1,0 +1,32 @@
+"""Small models by ``module:function``: one that the plan for Llama fits, and some that it does not."""
+
+from __future__ import annotations
+
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
+
+TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 32,
+}
+
+
+def llama(**changes: int | bool) -> nn.Module:
+    return LlamaForCausalLM(LlamaConfig(**{**TINY, **changes}))
+
+
+def llama_49() -> nn.Module:
+    return llama(intermediate_size=49)
+
+
+def llama_of_5_words() -> nn.Module:
+    return llama(vocab_size=5, num_key_value_heads=4)
+
+
+def phi3() -> nn.Module:
+    """Its q, k and v are one linear, and so are its gate and up."""
+    return Phi3ForCausalLM(Phi3Config(**TINY, pad_token_id=0))
