@@ -7,8 +7,6 @@ import hashlib
 from collections.abc import Callable
 from typing import Any
 
-import parity
-import tiny_models
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -16,6 +14,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+import parity
+import tiny_models
 from shardplan import PlanError, apply_plan, gathered_logits
 
 IDS = torch.arange(32).view(2, 16) * 7 % tiny_models.VOCABULARY

@@ -16,6 +16,7 @@ from shardplan.apply import APPLIED
 from shardplan.layouts import Conversion
 from shardplan.parallel import collectives, local, style
 from shardplan.resolve import ResolvedModule
+from shardplan.styles import Kind
 
 _place = style.LocalStyle._place
 
@@ -25,11 +26,10 @@ def _place_without_memory(self: style.LocalStyle, *args: Any) -> None:
     _place(self, *args)
 
 
-def _own_edges_inside_blocks(module: ResolvedModule, side: str) -> Conversion | None:
-    if module.rule is None or module.style is None:
+def _own_input_inside_blocks(module: ResolvedModule) -> Conversion | None:
+    if module.rule is None or module.style is None or module.info.kind is Kind.EMBEDDING:
         return None
-    stated: Conversion | None = getattr(module.rule, side) or getattr(module.style, side)
-    return stated
+    return module.rule.input or module.style.input
 
 
 def _nothing(*args: Any) -> None:
@@ -45,12 +45,15 @@ BREAKAGES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "skip the sum of replicated gradients, FSDP2": lambda: patch("shardplan.apply.sum_in_units", _nothing),
     "untie a weight": lambda: patch.object(style.LocalStyle, "_place", _place_without_memory),
     "ignore the FSDP2 units": lambda: patch("shardplan.lower._units", lambda matched: ()),
-    "sum in each linear": lambda: patch("shardplan.residual._conversion", _own_edges_inside_blocks),
+    "sum in each linear": lambda: patch("shardplan.lower.input_conversion", _own_input_inside_blocks),
     "add a row-wise bias on every rank": lambda: patch.object(local, "_share", lambda factor, x: x),
     "count a whole stream's gradients tp times": lambda: patch.object(
         local, "_complete_when_whole", lambda stream, x: x
     ),
     "forget the mode before recomputation": lambda: patch("shardplan.apply.end", lambda stream, module, args, out: out),
+    "leave positions to the model": lambda: patch.object(
+        style, "full_positions", lambda stream, module, args, kwargs: (args, kwargs)
+    ),
     "leave the head's gradient unsummed": lambda: patch.dict(collectives.OPERATIONS, multiply=_unchanged),
 }
 

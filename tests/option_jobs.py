@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import parity
-import tiny_models
 import torch
-from apply_jobs import IDS
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,6 +20,9 @@ from torch.distributed.tensor.parallel import (
 )
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+import parity
+import tiny_models
+from apply_jobs import IDS
 from shardplan import Style, apply_plan
 from shardplan.styles import Gradient
 

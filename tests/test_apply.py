@@ -1,7 +1,8 @@
 """`apply_plan`: what it refuses leaves the model as it was; what it accepts has the properties promised."""
 
-import apply_jobs
 import pytest
+
+import apply_jobs
 from pool import Pool
 
 REFUSALS = {

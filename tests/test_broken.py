@@ -4,10 +4,17 @@ import pytest
 
 import broken
 import communication
+import parity
 from parity import Batch, Case
 from pool import Pool, PoolError
 
 LAYERS = ["model.layers.0", "model.layers.1"]
+
+# The embedding reduces straight into the cut stream, and nothing cuts it later.
+CUT_EMBEDDING = {
+    ".embed_tokens": {"style": "embedding_rowwise", "output": "partial -> stream"},
+    ".layers.0": {"input": "stream"},
+}
 
 # breakage -> where it shows
 PARITY = {
@@ -24,6 +31,15 @@ PARITY = {
 def test_parity_notices(pool: Pool, breakage: str) -> None:
     faults = pool.run(2, broken.compare, breakage, PARITY[breakage], [Batch(), Batch(length=5)])
     assert all(faults)
+
+
+def test_rotary_does_real_work(pool: Pool) -> None:
+    """With it a plan whose embedding gives the cut stream is exact; without it the tables fit no sequence."""
+    case = Case("llama", "tp=2", sequence_parallel=True, options={"overrides": CUT_EMBEDDING})
+    batches = [Batch(), Batch(length=5), Batch(mask=True), Batch(positions="restarting")]
+    assert pool.run(2, parity.compare, case, batches) == [[], []]
+    with pytest.raises(PoolError):
+        pool.run(2, broken.compare, "leave positions to the model", case, [Batch()])
 
 
 def test_units_are_wrapped(pool: Pool) -> None:

@@ -1,11 +1,14 @@
 """Options of `apply_plan`, plans written in Python, and models that were wrapped before."""
 
-import option_jobs
 import pytest
 import torch
+
+import option_jobs
+import tiny_models
 from parity import Case
 from pool import Pool
-
+from shardplan import check_plan
+from shardplan.diagnostics import errors
 from shardplan.styles import Gradient
 
 
@@ -57,6 +60,32 @@ def test_a_native_style_is_applied_as_it_stands(pool: Pool) -> None:
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=1,tp=2"])
 def test_plans_from_python(pool: Pool, plan: str, mesh: str) -> None:
     assert pool.run(2, option_jobs.python_plan, plan, mesh) == [[], []]
+
+
+CUT_EMBEDDING = {
+    ".embed_tokens": {"style": "embedding_rowwise", "output": "partial -> stream"},
+    ".layers.0": {"input": "stream"},
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "attention", "also", "message"),
+    [
+        ("llama", "sdpa", {}, ""),
+        ("llama", "eager", {}, "eager attention needs a mask"),
+        ("mistral", "sdpa", {}, "a sliding window needs a mask"),
+        ("llama", "sdpa", {".rotary_emb": None}, "model.rotary_emb would count positions from that part"),
+    ],
+)
+def test_a_cut_embedding_is_refused_where_a_mask_or_a_position_would_be_wrong(
+    model: str, attention: str, also: dict[str, None], message: str
+) -> None:
+    meta = tiny_models.build_meta(model)
+    meta.set_attn_implementation(attention)  # type: ignore[operator]
+    overrides = [CUT_EMBEDDING, also] if also else CUT_EMBEDDING
+    found = errors(check_plan("llama", meta, "tp=2", overrides=overrides, sequence_parallel=True))
+    assert message in "".join(finding.message for finding in found)
+    assert len(found) == bool(message)
 
 
 @pytest.mark.parametrize("how", ["compile", "compile in place", "checkpoint"])

@@ -1,4 +1,9 @@
-"""The parity contract, pairwise: every pair of settings occurs, several batches share one applied model."""
+"""The parity contract, pairwise: every pair of settings occurs, several batches share one applied model.
+
+`python tests/full_parity.py` runs every combination.
+"""
+
+from typing import Any
 
 import pytest
 
@@ -6,8 +11,12 @@ import parity
 from pairs import pairwise
 from parity import Batch, Case
 from pool import Pool
+from tiny_models import MODELS
 
-# What one applied model is called with: every pair of settings occurs in some batch. The lengths 5 and 1 run uncut.
+LAYERS = ".layers.*"
+
+# What one applied model is called with: every pair of settings occurs in some batch; a case takes
+# a quarter of them. The lengths 5 and 1 run uncut.
 BATCHES = [
     Batch(**settings)
     for settings in pairwise(
@@ -20,24 +29,36 @@ BATCHES = [
     )
 ]
 
+MESHES = ["tp=2", "dp=1,tp=2", "dp=2,tp=2", "dp=1,tp=4", "dp=4,tp=1", "dp_replicate=2,dp=1,tp=2"]
+RECOMPUTATION: dict[str, dict[str, Any]] = {
+    "none": {},
+    "layers": {"options": {"recompute": [LAYERS]}},
+    "mlp": {"options": {"recompute": [f"{LAYERS}.mlp"]}},
+    "transformers": {"checkpointing": True},
+}
+
+
+def case(model: str, mesh: str, sequence_parallel: bool, recomputation: str) -> Case:
+    return Case(model, mesh, sequence_parallel, **RECOMPUTATION[recomputation])
+
+
 CASES = [
-    Case(**settings)
-    for settings in pairwise(
-        model=["llama", "llama-tied", "llama-biased", "mistral"],
-        mesh=["tp=2", "dp=1,tp=2", "dp=2,tp=2", "dp=1,tp=4", "dp=4,tp=1"],
-        sequence_parallel=[False, True],
-        checkpointing=[False, True],
+    (case(**settings), BATCHES[number % 4 :: 4])
+    for number, settings in enumerate(
+        pairwise(model=list(MODELS), mesh=MESHES, sequence_parallel=[False, True], recomputation=list(RECOMPUTATION))
     )
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_parity(pool: Pool, case: Case) -> None:
-    faults = pool.run(case.world_size, parity.compare, case, BATCHES)
+@pytest.mark.parametrize(("case", "batches"), CASES, ids=lambda value: str(value) if isinstance(value, Case) else "")
+def test_parity(pool: Pool, case: Case, batches: list[Batch]) -> None:
+    faults = pool.run(case.world_size, parity.compare, case, batches)
     assert faults == [[]] * case.world_size
 
 
-def test_every_mesh_runs_in_both_modes() -> None:
-    assert {(case.mesh, case.sequence_parallel) for case in CASES} >= {
-        (mesh, mode) for mesh in ("tp=2", "dp=1,tp=2", "dp=2,tp=2", "dp=1,tp=4", "dp=4,tp=1") for mode in (False, True)
+def test_every_model_meets_every_mesh_and_every_batch() -> None:
+    assert {(case.model, case.mesh) for case, _ in CASES} == {(model, mesh) for model in MODELS for mesh in MESHES}
+    assert {(case.mesh, case.sequence_parallel) for case, _ in CASES} >= {
+        (m, sp) for m in MESHES for sp in (False, True)
     }
+    assert {batch for _, batches in CASES for batch in batches} == set(BATCHES)

@@ -35,8 +35,14 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 128,
 }
 GEMMA3 = {"head_dim": 16, "sliding_window": 8, "sliding_window_pattern": 2, "final_logit_softcapping": 30.0}
-VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 16,
-          "patch_size": 4}  # fmt: skip
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 16,
+    "patch_size": 4,
+}
 BIASED = {"attention_bias": True, "mlp_bias": True}
 
 # name -> model class, config class, what its config says beyond SIZES

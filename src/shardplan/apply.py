@@ -69,7 +69,7 @@ def applied_to(model: nn.Module) -> Applied | None:
 
 def _shard_over_tp(model: nn.Module, compiled: CompiledPlan, tp: DeviceMesh) -> Stream:
     ranks = Ranks(tp.get_group().group_name, tp.get_local_rank(), tp.size())
-    stream = Stream(ranks, compiled.sequence_parallel)
+    stream = Stream(ranks, compiled.sequence_parallel, compiled.cut_by_embedding)
     placed: dict[int, nn.Parameter] = {}
     for module in compiled.modules:
         LocalStyle(module, stream, placed)._apply(model.get_submodule(module.path), tp)
@@ -111,7 +111,9 @@ def _shard_over_dp(model: nn.Module, compiled: CompiledPlan, mesh: DeviceMesh) -
         else OffloadPolicy(),
     }
     for unit in compiled.units:
-        fully_shard(model.get_submodule(unit.path), reshard_after_forward=unit.reshard, mp_policy=inner_policy, **options)
+        fully_shard(
+            model.get_submodule(unit.path), reshard_after_forward=unit.reshard, mp_policy=inner_policy, **options
+        )
     fully_shard(model, reshard_after_forward=compiled.root_reshard, mp_policy=policy, **options)
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 

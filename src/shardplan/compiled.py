@@ -52,6 +52,7 @@ class CompiledModule:
         style: the style's name, for reports; "" where only a claim from above reaches the module.
         where, layer: the rule that decided.
         block: the block around it, whose edges serve it.
+        positions: it is handed the positions of the full sequence.
         native: a torch ``ParallelStyle`` that is applied as it stands instead of all this.
         splits_vocabulary: an Embedding whose rows are cut: ids of other ranks' rows contribute zero.
     """
@@ -67,6 +68,7 @@ class CompiledModule:
     input: Edge | None = None
     output: Edge | None = None
     splits_vocabulary: bool = False
+    positions: bool = False
     native: Any = None
 
     @property
@@ -102,6 +104,8 @@ class CompiledPlan:
         decoder: the module whose forward carries the residual stream; where sequence parallelism decides, per
             forward, whether the stream is cut. None where the plan cuts no stream.
         gather: the module at whose output the stream ends.
+        cut_by_embedding: the embedding's output is cut already, so that models would count positions and build masks
+            from a part of the sequence.
         units: FSDP2 units, inner ones first; the model itself is the last one and not listed.
     """
 
@@ -112,6 +116,7 @@ class CompiledPlan:
     modules: tuple[CompiledModule, ...]
     decoder: str | None
     gather: str | None
+    cut_by_embedding: bool
     head: Head | None
     units: tuple[CompiledUnit, ...]
     root_reshard: bool | int | None

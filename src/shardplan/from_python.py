@@ -42,9 +42,13 @@ def plan_from_dict(rules: Mapping[str, Any]) -> Plan:
     if findings:
         raise PlanError(findings)
     plan = Plan(DICT_PLAN, Location(DICT_PLAN), rules=tuple(read), omits_silently=True)
+    if all(isinstance(value, str | Mapping | None) for value in rules.values()):
+        return plan
+    from shardplan.translate import settle_edges
+
+    settled = replace(plan, rules=tuple(settle_edges(plan.rules)))
     # Placements name the cut sequence itself, where a plan file says `stream` and leaves the mode open.
-    placements = any(not isinstance(value, str | Mapping | None) for value in rules.values())
-    return replace(plan, sequence_parallel=True) if placements and plan.speaks_of_stream else plan
+    return replace(settled, sequence_parallel=True) if settled.speaks_of_stream else settled
 
 
 class _ReadError(ValueError):

@@ -73,6 +73,7 @@ class Inventory:
         modules: every module once; the model itself has the fqn "".
         embedding, head: fqns of the input embedding and of the module that computes logits, where the model tells.
         attention: the attention implementation that the model is configured for.
+        sliding_window: whether its config names a sliding window, which needs a mask.
     """
 
     architectures: tuple[str, ...]
@@ -80,6 +81,7 @@ class Inventory:
     embedding: str | None
     head: str | None
     attention: str | None
+    sliding_window: bool
 
     @cached_property
     def by_fqn(self) -> dict[str, ModuleInfo]:
@@ -107,12 +109,14 @@ def take_inventory(model: nn.Module) -> Inventory:
     modules = tuple(_module_info(fqn, outermost, path, module, nn) for fqn, (outermost, path, module) in found.items())
     fqns = {id(module): fqn for fqn, (_, _, module) in found.items()}
     innermost = type(found[""][2])
+    config = getattr(model, "config", None)
     return Inventory(
         architectures=tuple(cls.__name__ for cls in innermost.__mro__ if cls not in (nn.Module, object)),
         modules=modules,
         embedding=fqns.get(id(_call(model, "get_input_embeddings"))),
         head=fqns.get(id(_call(model, "get_output_embeddings"))),
-        attention=getattr(getattr(model, "config", None), "_attn_implementation", None),
+        attention=getattr(config, "_attn_implementation", None),
+        sliding_window=bool(getattr(_text_config(config), "sliding_window", None)),
     )
 
 
@@ -124,6 +128,11 @@ def _through_wrappers(model: nn.Module) -> dict[str, tuple[str, str, nn.Module]]
         outermost = found[fqn][0] if fqn in found else path
         found[fqn] = (outermost, path, module)
     return found
+
+
+def _text_config(config: Any) -> Any:
+    """The config of the language model inside a multimodal one."""
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def ancestors(fqn: str) -> Iterator[str]:

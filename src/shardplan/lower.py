@@ -39,6 +39,7 @@ def lower(resolved: ResolvedPlan, mesh: MeshSpec, *, sequence_parallel: bool) ->
         modules=_couple_head(modules, stream.gather, head.fqn) if stream.gather and head else modules,
         decoder=stream.decoder,
         gather=stream.gather,
+        cut_by_embedding=stream.cut_by_embedding,
         head=head,
         units=_units(resolved),
         root_reshard=plan.root_reshard,
@@ -92,6 +93,7 @@ def _module(module: ResolvedModule, *, is_head: bool) -> CompiledModule:
         # The head's output is not an edge: its logits leave as one DTensor.
         output=None if is_head else _edge(output_conversion(module), read_in_parts=False),
         splits_vocabulary=style is not None and style.split is Split.INPUT and module.info.kind is Kind.EMBEDDING,
+        positions=style is not None and style.positions,
         native=style.native if style else None,
     )
 

@@ -38,6 +38,13 @@ class ResidualStream:
         by_fqn = self._resolved.inventory.by_fqn
         return next((fqn for fqn in (self.layers, *ancestors(self.layers)) if not by_fqn[fqn].container), None)
 
+    @cached_property
+    def cut_by_embedding(self) -> bool:
+        """Whether the embedding's output is the stream, so that nothing need cut it later."""
+        embedding = self._resolved.by_fqn.get(self._resolved.inventory.embedding or "")
+        given = output_conversion(embedding) if embedding else None
+        return given is not None and given.target == STREAM
+
     @property
     def gather(self) -> str | None:
         return self.gathers[0].fqn if self.gathers else None

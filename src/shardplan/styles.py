@@ -50,6 +50,8 @@ class Style:
         claims: whether it decides about parameters; a block decides about its edges only.
         subtree: whether the claim reaches the parameters of submodules on which no rule speaks.
         opens_block: whether what is below computes on local tensors between this module's two edges.
+        positions: whether the module is handed the positions of the full sequence, also where the embedding's output,
+            from which models count them, is cut.
         native: a torch ``ParallelStyle`` that is applied as it stands; the row then says nothing about layouts.
     """
 
@@ -63,6 +65,7 @@ class Style:
     claims: bool = True
     subtree: bool = False
     opens_block: bool = False
+    positions: bool = False
     native: Any = None
 
     @property
@@ -137,7 +140,7 @@ STYLES: dict[str, Style] = {
             subtree=True,
         ),
         Style("replicate", "replicated on purpose, like a written null", subtree=True),
-        Style("rotary", "position tables: replicated, computed for the full sequence", subtree=True),
+        Style("rotary", "position tables: replicated, computed for the full sequence", subtree=True, positions=True),
         Style(
             "block",
             "attention or MLP: one conversion in, one out, local tensors between",

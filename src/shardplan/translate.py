@@ -8,7 +8,7 @@ tensors, and logits always leave as a DTensor.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.distributed.tensor import Replicate, Shard
@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import Placement
 
 from shardplan.layouts import PARTIAL, REPLICATE, SEQUENCE_DIM, STREAM, Conversion, Layout, shard
+from shardplan.plan import Rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +70,7 @@ def _read_preparation(style: ParallelStyle) -> Reading | None:
     else:
         return None
     if taken is not None and taken.target == REPLICATE:
-        # The members state how their outputs leave the block, so the block itself changes nothing there.
-        return Reading("block", taken, handed or Conversion(STREAM, STREAM))
+        return Reading("block", taken, handed)
     return Reading(None, taken, handed)
 
 
@@ -101,3 +101,41 @@ def _layout(placement: Placement) -> Layout:
     if isinstance(placement, Shard):
         return STREAM if placement.dim == SEQUENCE_DIM else shard(-1 if placement.dim == 2 else placement.dim)
     return PARTIAL
+
+
+def settle_edges(rules: Sequence[Rule]) -> list[Rule]:
+    """Put conversions where a plan file has them: at a block's edges, and behind the final norm.
+
+    torch's styles state them elsewhere: a block's output at its row-wise member, the gather before the head at the
+    head. Rules that fit neither habit stay as they are, for the checks to judge.
+    """
+    return _gather_behind_norm(_close_blocks(list(rules)))
+
+
+def _close_blocks(rules: list[Rule]) -> list[Rule]:
+    """A row-wise member's output conversion, moved to the block around it."""
+    settled = {rule.pattern.text: rule for rule in rules}
+    for block in [rule for rule in rules if rule.style == "block"]:
+        members = [r for r in rules if r.pattern.text.startswith(f"{block.pattern.text}.") and r.style == "rowwise"]
+        outputs = {member.output for member in members}
+        if len(outputs) == 1 and None not in outputs:
+            settled[block.pattern.text] = replace(block, output=outputs.pop())
+            settled |= {member.pattern.text: replace(member, output=None) for member in members}
+    return list(settled.values())
+
+
+def _gather_behind_norm(rules: list[Rule]) -> list[Rule]:
+    """The head's gather, moved to the one sequence-parallel module that stands in no layer."""
+    gather = Conversion(STREAM, REPLICATE)
+    heads = [rule for rule in rules if rule.style == "colwise" and rule.input == gather and _stands_alone(rule)]
+    norms = [
+        rule for rule in rules if rule.style == "sequence_parallel" and rule.output is None and _stands_alone(rule)
+    ]
+    if len(heads) != 1 or len(norms) != 1:
+        return rules
+    settled = {id(heads[0]): replace(heads[0], input=None), id(norms[0]): replace(norms[0], output=gather)}
+    return [settled.get(id(rule), rule) for rule in rules]
+
+
+def _stands_alone(rule: Rule) -> bool:
+    return not any(character in rule.pattern.text for character in "*[0123456789")

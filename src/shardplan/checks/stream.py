@@ -9,22 +9,24 @@ from shardplan.checks.target import Target, listed
 from shardplan.diagnostics import Diagnostic, Location
 from shardplan.inventory import ancestors
 from shardplan.layouts import REPLICATE, STREAM, Conversion
-from shardplan.residual import output_conversion
 from shardplan.resolve import ResolvedModule
+
+# Attention that is causal without a mask, as long as no padding asks for one.
+MASKLESS_ATTENTION = ("sdpa", "flash_attention_2", "flash_attention_3", None)
 
 
 def check_stream(target: Target) -> Iterator[Diagnostic]:
     """SP204: with sequence parallelism on, the stream begins once and ends once."""
     if target.sequence_parallel and target.mesh.has_tp:
         yield from _begin(target)
+        if target.stream.cut_by_embedding:
+            yield from _counted_from_a_part(target)
         yield from _end(target)
 
 
 def _begin(target: Target) -> Iterator[Diagnostic]:
     resolved, cuts = target.resolved, target.stream.cuts
-    embedding = resolved.by_fqn.get(resolved.inventory.embedding or "")
-    given = output_conversion(embedding) if embedding else None
-    from_embedding = given is not None and given.target == STREAM
+    from_embedding = target.stream.cut_by_embedding
     first = target.spell(f"{target.stream.layers or 'layers'}.0")
     hint = f"cut it at the first decoder layer: `{first}: {{input: replicate -> stream}}`"
     if not cuts and not from_embedding and not _written(target, "input", Conversion(REPLICATE, STREAM)):
@@ -39,6 +41,24 @@ def _begin(target: Target) -> Iterator[Diagnostic]:
     elif cuts and not _is_first_member(target, cuts[0]):
         message = f"the residual stream is cut at {cuts[0].fqn}, which is not the first decoder layer"
         yield _fault(message, _where(target, cuts[0]), hint)
+
+
+def _counted_from_a_part(target: Target) -> Iterator[Diagnostic]:
+    """Models count positions, and build masks, from the length of the embedding's output."""
+    inventory = target.resolved.inventory
+    embedding = target.resolved.by_fqn[inventory.embedding or ""]
+    where = _where(target, embedding)
+    first = target.spell(f"{target.stream.layers}.0")
+    cut_later = f"cut the stream at the first decoder layer instead: `{first}: {{input: replicate -> stream}}`"
+    if inventory.attention not in MASKLESS_ATTENTION or inventory.sliding_window:
+        built = "a sliding window" if inventory.sliding_window else f"{inventory.attention} attention"
+        message = f"the embedding's output is cut, and {built} needs a mask, which the model would build from that part"
+        yield Diagnostic("SP204", message, where, embedding.fqn, "an embedding that gives replicate", cut_later)
+    for module in target.resolved.modules:
+        if "Rotary" in module.info.class_name and not (module.style and module.style.positions):
+            message = f"the embedding's output is cut, and {module.fqn} would count positions from that part"
+            hint = f"add `{target.spell(module.fqn)}: rotary`, or {cut_later}"
+            yield Diagnostic("SP204", message, where, module.fqn, "style rotary, which gives it all positions", hint)
 
 
 def _end(target: Target) -> Iterator[Diagnostic]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
@@ -20,12 +21,16 @@ class Stream:
     Attributes:
         ranks: the tp group.
         sequence_parallel: whether forwards cut the stream when they can.
+        cut_by_embedding: whether the model sees a cut embedding output, from which it cannot build a mask.
         cut: whether the running one does.
+        length: its full sequence length.
     """
 
     ranks: Ranks
     sequence_parallel: bool
+    cut_by_embedding: bool = False
     cut: bool = False
+    length: int = 0
 
     def convert(self, x: Tensor, edge: Edge) -> Tensor:
         """Run ``edge`` in the mode of the running forward."""
@@ -36,21 +41,42 @@ class Stream:
 def begin(stream: Stream, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Decide for one forward; runs before the decoder's, outside any recomputed region.
 
-    The stream stays whole where tp does not divide the sequence, and where the caller asks for the hidden states
-    of every layer, which must be whole too.
+    The stream stays whole where tp does not divide the sequence, where the caller asks for the hidden states of every
+    layer, and where padding or packing needs a mask that the model would build from a cut embedding output.
     """
-    length = _sequence_length(args, kwargs)
-    divides = length is not None and length % stream.ranks.size == 0
+    stream.length = _sequence_length(args, kwargs)
+    divides = stream.length > 0 and stream.length % stream.ranks.size == 0
     asks_for_layers = kwargs.get("output_hidden_states") or getattr(
         getattr(decoder, "config", None), "output_hidden_states", False
     )
-    stream.cut = stream.sequence_parallel and divides and not asks_for_layers
+    needs_whole = asks_for_layers or (stream.cut_by_embedding and _may_need_mask(kwargs))
+    stream.cut = stream.sequence_parallel and divides and not needs_whole
 
 
-def _sequence_length(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+def _may_need_mask(kwargs: dict[str, Any]) -> bool:
+    return kwargs.get("attention_mask") is not None or kwargs.get("position_ids") is not None
+
+
+def full_positions(
+    stream: Stream, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Hand position tables the positions of the full sequence where the model counted those of a part.
+
+    Positions are ``position_ids`` by name, or the second argument: (batch or 1, sequence).
+    """
+    by_name = "position_ids" in kwargs
+    ids = kwargs["position_ids"] if by_name else args[1] if len(args) > 1 else None
+    if not stream.cut or not isinstance(ids, Tensor) or ids.shape[-1] * stream.ranks.size != stream.length:
+        return args, kwargs
+    full = ids[..., :1] + torch.arange(stream.length, device=ids.device, dtype=ids.dtype)
+    return (args, {**kwargs, "position_ids": full}) if by_name else ((args[0], full, *args[2:]), kwargs)
+
+
+def _sequence_length(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Of the ids or embeddings that the decoder is called with; 0 where it is called with neither."""
     inputs = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args)
     first = next((x for x in inputs if isinstance(x, Tensor)), None)
-    return None if first is None or first.ndim <= SEQUENCE_DIM else first.shape[SEQUENCE_DIM]
+    return 0 if first is None or first.ndim <= SEQUENCE_DIM else first.shape[SEQUENCE_DIM]
 
 
 class _Recall(Function):

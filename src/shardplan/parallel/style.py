@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from shardplan.compiled import CompiledModule, CompiledParameter
 from shardplan.edges import Edge
 from shardplan.parallel.local import read_locally
-from shardplan.parallel.stream import Stream
+from shardplan.parallel.stream import Stream, full_positions
 
 
 @dataclass
@@ -40,6 +40,8 @@ class LocalStyle(ParallelStyle):
             self._place(module, parameter, device_mesh)
         if self.compiled.parameters:
             read_locally(module, self.compiled, self.stream)
+        if self.compiled.positions and self.stream.cut_by_embedding:
+            module.register_forward_pre_hook(partial(full_positions, self.stream), with_kwargs=True)
         if self.compiled.input is not None:
             hook = partial(_convert_input, self.stream, self.compiled.input)
             module.register_forward_pre_hook(hook, with_kwargs=True)
