@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from shardplan.loss import cross_entropy as cross_entropy
     from shardplan.loss import log_probs as log_probs
     from shardplan.plan import MixedPrecision as MixedPrecision
+    from shardplan.parallel.standalone import translate_parallel_style as translate_parallel_style
     from shardplan.plan import Plan as Plan
     from shardplan.styles import Style as Style
 
@@ -35,6 +36,7 @@ _HOMES = {
     "MixedPrecision": "plan",
     "Plan": "plan",
     "Style": "styles",
+    "translate_parallel_style": "parallel.standalone",
 }
 
 __all__ = sorted(_HOMES)

@@ -81,7 +81,7 @@ def groups(target: Target) -> Iterator[Group]:
     members: dict[str, list[Member]] = {}
     for module in resolved.modules:
         if module.info.kind is Kind.LINEAR and module.fqn != resolved.inventory.head:
-            around = module.block if module.block is not None else next(ancestors(module.fqn))
+            around = module.block if module.block is not None else next(ancestors(module.fqn), "")
             members.setdefault(around, []).append(_member(module))
     for owner in resolved.modules:
         group = Group(owner, tuple(members.get(owner.fqn, ())))
@@ -205,7 +205,21 @@ def _stream_width(target: Target) -> int | None:
 def _fault(
     target: Target, group: Group, message: str, expected: str, hint: str, at: Member | None = None
 ) -> Diagnostic:
+    hint = _narrower(target, group) or hint
     return Diagnostic("SP203", message, _where(target, group, at), general(group.owner.fqn), expected, hint)
+
+
+def _narrower(target: Target, group: Group) -> str:
+    """What to write in place of a pattern of any depth that also reaches into a part of the model that it may not mean."""
+    rules = {id(member.rule): member.rule for member in group.members if member.role != "whole" and member.rule}
+    for rule in rules.values():
+        if any("**" in alternative.tokens for alternative in rule.pattern.alternatives):
+            matched = next(entry.fqns for entry in target.resolved.rules if entry.line is rule)
+            inside = f"{general(group.owner.fqn)}."
+            others = dict.fromkeys(name for name in map(general, matched) if not name.startswith(inside))
+            if others:
+                return f"if {rule.pattern} is not meant to reach {inside[:-1]}, write {listed(list(others)[:4])}"
+    return ""
 
 
 def _where(target: Target, group: Group, at: Member | None) -> Location:

@@ -79,7 +79,7 @@ def _written(target: Target, side: str, conversion: Conversion) -> bool:
 
 
 def _is_first_member(target: Target, module: ResolvedModule) -> bool:
-    parent = next(ancestors(module.fqn))
+    parent = next(ancestors(module.fqn), "")
     members = (m for m in target.resolved.modules if m.fqn and next(ancestors(m.fqn)) == parent)
     return target.resolved.inventory.by_fqn[parent].container and next(members) is module
 
