@@ -105,8 +105,9 @@ def _dead(code: str, target: Target, line: Any, match: Match, hint: str) -> Diag
 
 def _way_out(dead: Dead) -> str:
     if dead.elsewhere:
-        prefix, fqns = next(iter(dead.elsewhere.items()))
-        return f"it matches if prefixed with {prefix} ({count(len(fqns), 'module')}, such as {fqns[0]})"
+        by_number = sorted(dead.elsewhere.items(), key=lambda item: -len(item[1]))
+        places = [f"{prefix} ({count(len(fqns), 'module')}, such as {fqns[0]})" for prefix, fqns in by_number]
+        return f"it matches if prefixed with {listed(places, 'or')}"
     if dead.near and dead.left:
         return f"did you mean {dead.near[0]}? No other rule speaks of it"
     return _suggestion(dead.near)

@@ -210,7 +210,7 @@ def _fault(
 
 
 def _narrower(target: Target, group: Group) -> str:
-    """What to write in place of a pattern of any depth that also reaches into a part of the model that it may not mean."""
+    """What to write in place of a ``**`` that reaches further than it may be meant to."""
     rules = {id(member.rule): member.rule for member in group.members if member.role != "whole" and member.rule}
     for rule in rules.values():
         if any("**" in alternative.tokens for alternative in rule.pattern.alternatives):
