@@ -58,7 +58,7 @@ def _fault(target: Target, module: ResolvedModule, style: Style, *, in_parts: bo
         return (
             "between linears that are cut, each rank sees its part of the work only, and "
             f"{_named(style)} does not sum that",
-            f"use replicated_with_grad_allreduce, or make {general(next(ancestors(module.fqn), ""))} a block",
+            f"use replicated_with_grad_allreduce, or make {general(next(ancestors(module.fqn), ''))} a block",
         )
     on_stream = target.stream.carries(module.fqn)
     if style.gradient is Gradient.PARTIAL:

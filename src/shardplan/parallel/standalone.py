@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from shardplan.checks.names import nearest
+from shardplan.checks.sizes import check_dims
 from shardplan.checks.target import Target
 from shardplan.compiled import CompiledPlan
 from shardplan.diagnostics import Diagnostic, PlanError
