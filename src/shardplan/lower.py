@@ -126,7 +126,7 @@ def _gradient(style: Style | None, module: ResolvedModule, *, replicated: bool) 
 
 
 def _head(resolved: ResolvedPlan) -> Head | None:
-    module = resolved.by_fqn.get(resolved.inventory.head or "")
+    module = resolved.head
     if module is None or module.style is None or module.style.split is not Split.OUTPUT:
         return None
     output = output_conversion(module)

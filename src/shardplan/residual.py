@@ -41,7 +41,7 @@ class ResidualStream:
     @cached_property
     def cut_by_embedding(self) -> bool:
         """Whether the embedding's output is the stream, so that nothing need cut it later."""
-        embedding = self._resolved.by_fqn.get(self._resolved.inventory.embedding or "")
+        embedding = self._resolved.embedding
         given = output_conversion(embedding) if embedding else None
         return given is not None and given.target == STREAM
 

@@ -112,6 +112,18 @@ class ResolvedPlan:
     def by_fqn(self) -> dict[str, ResolvedModule]:
         return {module.fqn: module for module in self.modules}
 
+    @property
+    def embedding(self) -> ResolvedModule | None:
+        """The input embedding, where the model tells which one it is."""
+        fqn = self.inventory.embedding
+        return None if fqn is None else self.by_fqn[fqn]
+
+    @property
+    def head(self) -> ResolvedModule | None:
+        """The module that computes logits, where the model tells which one it is."""
+        fqn = self.inventory.head
+        return None if fqn is None else self.by_fqn[fqn]
+
     def children(self, fqn: str) -> Iterator[ResolvedModule]:
         """The modules whose nearest block is ``fqn``."""
         return (module for module in self.modules if module.block == fqn)

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from shardplan.checks.kinds import check_kinds
 from shardplan.checks.names import nearest
 from shardplan.checks.sizes import check_dims
 from shardplan.checks.target import Target
