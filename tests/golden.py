@@ -34,7 +34,7 @@ def arguments(plan: Path) -> list[str]:
 
 def checked(plan: Path) -> Result:
     """What ``plan-compile --check`` says to a broken plan. Names of files start at the working directory, the root."""
-    return CliRunner().invoke(command, ["--check", str(plan.relative_to(ROOT)), *arguments(plan)])
+    return _run("--check", str(plan.relative_to(ROOT)), *arguments(plan))
 
 
 def compiled() -> dict[Path, str]:
@@ -48,9 +48,14 @@ def compiled() -> dict[Path, str]:
 
 
 def printed(*args: str) -> str:
-    result = CliRunner().invoke(command, args)
+    result = _run(*args)
     assert result.exit_code == 0, result.output
     return result.stdout
+
+
+def _run(*args: str) -> Result:
+    """Without catching what the command raises: a crash is not an output."""
+    return CliRunner().invoke(command, args, catch_exceptions=False)
 
 
 def main() -> None:
