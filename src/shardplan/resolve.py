@@ -7,7 +7,7 @@ reaches down is compared as if its pattern ended in ``.**``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Generic, TypeVar
@@ -124,9 +124,16 @@ class ResolvedPlan:
         fqn = self.inventory.head
         return None if fqn is None else self.by_fqn[fqn]
 
-    def children(self, fqn: str) -> Iterator[ResolvedModule]:
+    @cached_property
+    def _by_block(self) -> dict[str | None, tuple[ResolvedModule, ...]]:
+        found: dict[str | None, list[ResolvedModule]] = {}
+        for module in self.modules:
+            found.setdefault(module.block, []).append(module)
+        return {block: tuple(modules) for block, modules in found.items()}
+
+    def children(self, fqn: str) -> tuple[ResolvedModule, ...]:
         """The modules whose nearest block is ``fqn``."""
-        return (module for module in self.modules if module.block == fqn)
+        return self._by_block.get(fqn, ())
 
 
 def resolve(plan: Plan, inventory: Inventory, styles: Mapping[str, Style] = STYLES) -> ResolvedPlan:

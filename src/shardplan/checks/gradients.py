@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardplan.checks.members import groups, left_whole
+from shardplan.checks.members import left_whole
 from shardplan.checks.names import general
 from shardplan.checks.target import Target, listed
 from shardplan.diagnostics import Diagnostic, Location
@@ -17,7 +17,7 @@ from shardplan.styles import Gradient, Kind, Split, Style
 
 def check_gradients(target: Target) -> Iterator[Diagnostic]:
     """SP206: a replicated parameter's gradient is summed exactly where each rank sees only a part of the work."""
-    between = {group.owner.fqn for group in groups(target) if not group.is_block}
+    between = {group.owner.fqn for group in target.groups if not group.is_block}
     whole = left_whole(target)
     faults: dict[tuple[Location, str, str], list[str]] = {}
     for module in target.resolved.modules:

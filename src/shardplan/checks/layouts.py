@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardplan.checks.members import FEATURES, Group, Member, groups
+from shardplan.checks.groups import FEATURES, Group, Member
 from shardplan.checks.names import general, last
 from shardplan.checks.target import Target, listed
 from shardplan.diagnostics import Diagnostic, Severity
@@ -52,7 +52,7 @@ def _corrected(side: str, conversion: Conversion, own: Layout) -> str:
 
 def check_groups(target: Target) -> Iterator[Diagnostic]:
     """SP204: inside a block nothing is converted twice, and its members give what its output edge starts from."""
-    for group in groups(target):
+    for group in target.groups:
         if group.is_block:
             yield from _inside(target, group)
             yield from _end(target, group)
@@ -88,7 +88,7 @@ def _stated(member: Member) -> bool:
 
 def check_places(target: Target) -> Iterator[Diagnostic]:
     """SP204: outside blocks every module takes the layout that is there, and gives the one that the next one takes."""
-    grouped = {m.module.fqn: (group, m) for group in groups(target) if not group.is_block for m in group.members}
+    grouped = {m.module.fqn: (group, m) for group in target.groups if not group.is_block for m in group.members}
     lonely: dict[str, list[tuple[Group, Member]]] = {}
     for module in target.resolved.modules:
         if module.rule is None or module.block is not None or target.explained(module.fqn):
@@ -164,7 +164,7 @@ def _cut_features(module: ResolvedModule) -> bool:
 
 def check_repeats(target: Target) -> Iterator[Diagnostic]:
     """SP207: siblings outside a block that each send one activation again: right, but several times the traffic."""
-    for group in groups(target):
+    for group in target.groups:
         if group.is_block or group.whole():
             continue
         repeated: dict[Conversion, list[Member]] = {}

@@ -1,21 +1,14 @@
-"""Checks of what works together: the linears of one block, or the siblings that hand each other cut activations."""
+"""Checks that what works together is cut together: the linears of a block, or siblings without one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-from shardplan.checks.names import general, last
+from shardplan.checks.groups import FEATURES, Group, Member
+from shardplan.checks.names import general
 from shardplan.checks.target import Target, listed
 from shardplan.diagnostics import Diagnostic, Location
-from shardplan.inventory import ancestors
-from shardplan.layouts import PARTIAL, REPLICATE, Layout, shard
-from shardplan.plan import Rule
-from shardplan.residual import input_conversion, output_conversion
-from shardplan.resolve import ResolvedModule
-from shardplan.styles import Gradient, Kind, Split
-
-FEATURES = shard(-1)
+from shardplan.residual import output_conversion
 
 _ORDER = "colwise linears, then a rowwise one"
 _ALIKE = "make all of them colwise"
@@ -30,96 +23,18 @@ _SIBLINGS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
-    """A linear with the layout that it takes and the one that it gives, as its style and its rule say."""
-
-    module: ResolvedModule
-    takes: Layout
-    gives: Layout
-
-    @property
-    def name(self) -> str:
-        return last(self.module.fqn)
-
-    @property
-    def rule(self) -> Rule | None:
-        return self.module.rule
-
-    @property
-    def role(self) -> str:
-        """``consumer`` of cut features, ``producer`` of them, or ``whole``."""
-        return "consumer" if self.takes == FEATURES else "producer" if self.gives == FEATURES else "whole"
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """The linears of a block, or, where no block is, those of one parent of which some are cut."""
-
-    owner: ResolvedModule
-    members: tuple[Member, ...]
-
-    @property
-    def is_block(self) -> bool:
-        return self.owner.style is not None and self.owner.style.opens_block
-
-    @property
-    def name(self) -> str:
-        return f"block {general(self.owner.fqn)}" if self.is_block else general(self.owner.fqn) or "the model"
-
-    def of_role(self, role: str) -> tuple[Member, ...]:
-        return tuple(member for member in self.members if member.role == role)
-
-    def whole(self) -> tuple[Member, ...]:
-        """Members that are not cut and do not say that they see a part of the work only."""
-        return tuple(member for member in self.of_role("whole") if not _says_partial(member.module))
-
-
-def groups(target: Target) -> Iterator[Group]:
-    """The groups whose rules are not at fault already."""
-    resolved = target.resolved
-    members: dict[str, list[Member]] = {}
-    for module in resolved.modules:
-        if module.info.kind is Kind.LINEAR and module.fqn != resolved.inventory.head:
-            around = module.block if module.block is not None else next(ancestors(module.fqn), "")
-            members.setdefault(around, []).append(_member(module))
-    for owner in resolved.modules:
-        group = Group(owner, tuple(members.get(owner.fqn, ())))
-        cut = any(member.role != "whole" for member in group.members)
-        if (group.is_block or cut) and not _waits(target, group):
-            yield group
-
-
-def _waits(target: Target, group: Group) -> bool:
-    """Whether a faulty rule, or a torch style, whose layouts are its own affair, leaves nothing to say."""
-    natives = (m.module.style is not None and m.module.style.native is not None for m in group.members)
-    return any(natives) or any(target.explained(member.module.fqn) for member in group.members)
-
-
-def _member(module: ResolvedModule) -> Member:
-    taken, given, split = input_conversion(module), output_conversion(module), module.style and module.style.split
-    inside = {Split.INPUT: (FEATURES, PARTIAL), Split.OUTPUT: (REPLICATE, FEATURES)}
-    takes, gives = inside.get(split, (REPLICATE, REPLICATE)) if split else (REPLICATE, REPLICATE)
-    return Member(module, taken.source if taken else takes, given.target if given else gives)
-
-
-def _says_partial(module: ResolvedModule) -> bool:
-    """A whole linear that its rule declares to see a part of the work: a router, a latent projection."""
-    return all(p.style is not None and p.style.gradient is Gradient.PARTIAL for p in module.parameters)
-
-
 # ---------------------------------------------------------------- SP203
 
 
 def check_members(target: Target) -> Iterator[Diagnostic]:
     """SP203: between two edges every linear is cut, and what some produce in parts, others take in parts."""
-    for group in groups(target):
+    for group in target.groups:
         yield from _incomplete(target, group) or _disordered(target, group)
 
 
 def left_whole(target: Target) -> frozenset[str]:
     """The linears that `check_members` reports as whole."""
-    return frozenset(member.module.fqn for group in groups(target) for member in group.whole())
+    return frozenset(member.module.fqn for group in target.groups for member in group.whole())
 
 
 def _incomplete(target: Target, group: Group) -> list[Diagnostic]:
@@ -242,7 +157,7 @@ def _names(members: tuple[Member, ...]) -> str:
 
 def check_packed(target: Target) -> Iterator[Diagnostic]:
     """SP105: a colwise linear that packs several projections, whose columns are not those that the next one takes."""
-    for group in groups(target):
+    for group in target.groups:
         producers, consumers = group.of_role("producer"), group.of_role("consumer")
         if len(producers) != 1 or len(consumers) != 1 or not (rule := producers[0].rule):
             continue

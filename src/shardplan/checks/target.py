@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shardplan.checks.faulty import FaultyRules
+from shardplan.checks.groups import Group, find_groups
 from shardplan.mesh import MeshSpec
 from shardplan.residual import ResidualStream
 from shardplan.resolve import ResolvedPlan
@@ -28,6 +29,11 @@ class Target:
     def faulty(self) -> FaultyRules:
         """Rules that come to nothing. What they were meant for is not reported a second time."""
         return FaultyRules(self.resolved)
+
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """What is cut together, as far as its rules are not at fault already."""
+        return tuple(find_groups(self.resolved, self.faulty))
 
     def explained(self, fqn: str) -> bool:
         """Whether a faulty rule, which is reported as such, leaves nothing more to say of a module or parameter."""
