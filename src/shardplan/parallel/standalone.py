@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -63,8 +61,9 @@ class StandaloneStyle(ParallelStyle):
         stream = Stream(ranks, sequence_parallel=True, cut=True)
         for part in compiled.modules:
             LocalStyle(part, stream)._apply(module.get_submodule(part.path), device_mesh)
-        owners = [(module.get_submodule(part.path), parameter.name) for part, parameter in compiled.summed_parameters()]
-        sum_in_graph(module, cast(list[Owner], owners), ranks)
+        summed = compiled.summed_parameters()
+        owners: list[Owner] = [(module.get_submodule(part.path), parameter.name) for part, parameter in summed]
+        sum_in_graph(module, owners, ranks)
         return module
 
     def _compile(self, module: nn.Module, tp: int) -> CompiledPlan:
