@@ -34,8 +34,9 @@ def cross_entropy(
     """The cross entropy of ``logits`` against ``labels``, in fp32; like `torch.nn.functional.cross_entropy`.
 
     Args:
-        logits: (..., V), a plain tensor or a DTensor sharded on its last dim over one mesh axis, never gathered.
-        labels: (...) integers, the same on every rank that shares the logits; not shifted here.
+        logits: (..., V), a plain tensor or a DTensor sharded on its last dim over one mesh axis, never gathered. Over
+            other axes its rows may be sharded: the result is then of this rank's rows.
+        labels: (...) integers of this rank's rows, the same on every rank that shares them; not shifted here.
         ignore_index: the label of positions that do not count.
         label_smoothing: between 0 and 1.
         reduction: ``mean`` over the positions that count, ``sum``, or ``none``.
@@ -44,7 +45,7 @@ def cross_entropy(
         A scalar, or (...) for ``none``; the same on every rank that shares the logits.
 
     Raises:
-        ValueError: shapes that do not fit, or an unknown reduction.
+        ValueError: shapes or placements that do not fit, or an unknown reduction.
         IndexError: a label outside the vocabulary (on CPU; on CUDA a device-side assertion).
     """
     if reduction not in ("mean", "sum", "none"):
@@ -102,12 +103,13 @@ def causal_lm_loss(
 
 
 def _token_losses(logits: Tensor, labels: Tensor, ignore_index: int, label_smoothing: float) -> Tensor:
-    if logits.shape[:-1] != labels.shape:
-        raise ValueError(f"logits of shape {tuple(logits.shape)} need labels of shape {tuple(logits.shape[:-1])}, "
-                         f"not {tuple(labels.shape)}")  # fmt: skip
     vocabulary = logits.shape[-1]
-    _require_labels_in(vocabulary, labels, ignore_index)
     local, first, ranks = _local_part(logits)
+    labels = labels.to_local() if isinstance(labels, DTensor) else labels
+    if local.shape[:-1] != labels.shape:
+        expected, given = tuple(local.shape[:-1]), tuple(labels.shape)
+        raise ValueError(f"logits of shape {tuple(logits.shape)} need labels of shape {expected}, not {given}")
+    _require_labels_in(vocabulary, labels, ignore_index)
     rows = local.reshape(-1, local.shape[-1])
     targets = labels.reshape(-1)
     losses: Tensor = _TokenLoss.apply(rows, targets, first, vocabulary, ignore_index, label_smoothing, ranks)
@@ -126,13 +128,17 @@ def _require_labels_in(vocabulary: int, labels: Tensor, ignore_index: int) -> No
 
 
 def _local_part(logits: Tensor) -> tuple[Tensor, int, Ranks | None]:
-    """This rank's columns, the vocabulary entry of the first one, and who holds the others."""
+    """This rank's rows and columns, the vocabulary entry of the first column, and who holds the others."""
     if not isinstance(logits, DTensor):
         return logits, 0, None
-    mesh, placements = logits.device_mesh, logits.placements
-    if mesh.ndim != 1 or placements != (Shard(logits.ndim - 1),):
-        return logits.full_tensor(), 0, None
-    ranks = Ranks(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size())
+    mesh, vocabulary = logits.device_mesh, Shard(logits.ndim - 1)
+    axes = [axis for axis, placement in enumerate(logits.placements) if placement == vocabulary]
+    others = [placement for placement in logits.placements if placement != vocabulary]
+    if len(axes) > 1 or any(placement.is_partial() for placement in others):
+        raise ValueError(f"logits placed {logits.placements} must be cut over the vocabulary by one mesh axis at most")
+    if not axes:
+        return logits.to_local(), 0, None
+    ranks = Ranks(mesh.get_group(axes[0]).group_name, mesh.get_local_rank(axes[0]), mesh.size(axes[0]))
     return logits.to_local(), ranks.rank * -(-logits.shape[-1] // ranks.size), ranks
 
 
