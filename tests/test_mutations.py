@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import parity
+from parity import Batch, Case
+from pool import Pool
 from shardplan.check import check
 from shardplan.checks.target import Target
 from shardplan.diagnostics import Severity
@@ -76,8 +80,11 @@ Q, K, V, OUT, GATE, UP, DOWN = (ANY + name for name in (
     "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
 ))  # fmt: skip
 
+Mutant = tuple[str, str, str]  # rule, new value ("" without the rule), plan
+Harmless = tuple[str, str, dict[str, list[str]]]  # reason, modes, new values by rule
+
 # What is accepted in both modes, or with tensor parallelism alone, and why it computes what the plan did before.
-HARMLESS = [
+HARMLESS: list[Harmless] = [
     ("a replicated embedding or head is whole on every rank", "TP SP", {
         ".embed_tokens": ["null"], "lm_head": ["null"]}),
     ("the same cut of the embedding, or its columns, gathered", "TP SP", {
@@ -125,8 +132,7 @@ def passed_modes(plan: str, inventory: Inventory, folder: Path) -> str:
     return " ".join(name for name in modes if all(finding.severity is Severity.NOTE for finding in found[name]))
 
 
-def mutants() -> Iterator[tuple[str, str, str]]:
-    """Rule, new value ("" without the rule), plan."""
+def mutants() -> Iterator[Mutant]:
     for rule, value in RULES.items():
         line = f"  {rule}: {value}\n"
         assert line in PLAN
@@ -145,3 +151,41 @@ def test_what_is_altered_is_refused_or_harmless(llama: Inventory, tmp_path: Path
     assert len(passed) > 350
     harmless = {(rule, value): modes for _, modes, rules in HARMLESS for rule in rules for value in rules[rule]}
     assert {key: modes for key, modes in passed.items() if modes} == harmless
+
+
+@pytest.mark.parametrize("entry", HARMLESS, ids=[reason for reason, _, _ in HARMLESS])
+def test_what_is_accepted_computes_the_same(pool: Pool, tmp_path: Path, entry: Harmless) -> None:
+    """The first and the last of each kind; ``python tests/test_mutations.py`` compares all of them."""
+    plans = accepted(entry)
+    for altered in dict.fromkeys((plans[0], plans[-1])):
+        assert faults(pool, tmp_path, altered, entry[1]) == []
+
+
+def accepted(entry: Harmless) -> list[Mutant]:
+    return [mutant for mutant in mutants() if mutant[1] in entry[2].get(mutant[0], ())]
+
+
+def faults(pool: Pool, folder: Path, mutant: Mutant, modes: str) -> list[str]:
+    """Where a mutant departs from the unsharded model, in the modes that it is accepted in."""
+    rule, value, plan = mutant
+    path = folder / "mutant.yaml"
+    path.write_text(plan)
+    found = []
+    for mode in modes.split():
+        case = Case("llama", "tp=2", sequence_parallel=mode == "SP", plan=str(path))
+        ranks = pool.run(2, parity.compare, case, [Batch(length=16, mask=True), Batch(length=5, labels=True)])
+        found += [f"{rule}: {value} ({mode}): {fault}" for rank in ranks for fault in rank]
+    return found
+
+
+def main() -> None:
+    pool = Pool()
+    with tempfile.TemporaryDirectory() as folder:
+        for entry in HARMLESS:
+            for mutant in accepted(entry):
+                print(mutant[:2], faults(pool, Path(folder), mutant, entry[1]) or "computes the same")
+    pool.close()
+
+
+if __name__ == "__main__":
+    main()
