@@ -14,7 +14,7 @@ import parity
 import tiny_models
 from shardplan.apply import APPLIED
 from shardplan.layouts import Conversion
-from shardplan.parallel import collectives, local, style
+from shardplan.parallel import collectives, local, recompute, style
 from shardplan.resolve import ResolvedModule
 from shardplan.styles import Kind
 
@@ -36,6 +36,10 @@ def _nothing(*args: Any) -> None:
     return None
 
 
+def _only_the_first(layers: Any) -> list[Any]:
+    return [layers] if isinstance(layers, str) else []
+
+
 def _unchanged(x: Any, *args: Any) -> Any:
     return x
 
@@ -51,6 +55,10 @@ BREAKAGES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
         local, "_complete_when_whole", lambda stream, x: x
     ),
     "forget the mode before recomputation": lambda: patch("shardplan.apply.end", lambda stream, module, args, out: out),
+    "ignore recompute": lambda: patch("shardplan.apply.recompute_forward", _nothing),
+    "keep the cache of recomputed layers": lambda: patch.object(recompute, "_without_cache", _unchanged),
+    "ignore the upper layers": lambda: patch("shardplan.api._listed", _only_the_first),
+    "cast fp32 tables": lambda: patch("shardplan.apply.replace", lambda policy, **changes: policy),
     "leave positions to the model": lambda: patch.object(
         style, "full_positions", lambda stream, module, args, kwargs: (args, kwargs)
     ),
@@ -62,6 +70,12 @@ def compare(breakage: str, case: parity.Case, batches: list[parity.Batch]) -> li
     """The faults that the parity contract finds in a broken model."""
     with BREAKAGES[breakage]():
         return parity.compare(case, batches)
+
+
+def run(breakage: str, function: Callable[..., Any], *args: Any) -> Any:
+    """Any job, on a broken library."""
+    with BREAKAGES[breakage]():
+        return function(*args)
 
 
 def fsdp_units(breakage: str | None, case: parity.Case) -> list[str]:
@@ -83,7 +97,7 @@ def unsynced_modes(breakage: str | None, case: parity.Case) -> list[str]:
     def gradients(interleaved: bool) -> dict[str, Any]:
         model = tiny_models.build(case.model)
         case.apply(model, mesh)
-        model.gradient_checkpointing_enable()
+        model.activation_checkpointing_enable()
         batches: Sequence[Any] = [parity.make_inputs(parity.Batch(length=length)) for length in (16, 5)]
         losses = []
         for inputs, targets in batches:

@@ -21,7 +21,7 @@ def collectives(case: parity.Case, length: int = 16) -> Counts:
     model = tiny_models.build(case.model, **case.changes)
     model = case.apply(model, mesh)
     if case.checkpointing:
-        model.gradient_checkpointing_enable()
+        model.activation_checkpointing_enable()
     return collectives_of(model, mesh["tp"].get_group().group_name, length)
 
 

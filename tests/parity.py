@@ -68,7 +68,7 @@ def compare(case: Case, batches: list[Batch]) -> list[str]:
     sharded = case.apply(tiny_models.build(case.model, **case.changes), mesh)
     if case.checkpointing:
         for model in (reference, sharded):
-            model.gradient_checkpointing_enable()
+            model.activation_checkpointing_enable()
     faults = list(_same_names(reference, sharded))
     for number, batch in enumerate(batches):
         faults += [f"{batch}: {fault}" for fault in compare_batch(reference, sharded, mesh, batch, seed=number)]

@@ -1,9 +1,12 @@
 """Guarantees broken on purpose, one at a time: each must turn a test red, or the suite is blind to it."""
 
 import pytest
+import torch
 
+import apply_jobs
 import broken
 import communication
+import option_jobs
 import parity
 from parity import Batch, Case
 from pool import Pool, PoolError
@@ -31,6 +34,25 @@ PARITY = {
 def test_parity_notices(pool: Pool, breakage: str) -> None:
     faults = pool.run(2, broken.compare, breakage, PARITY[breakage], [Batch(), Batch(length=5)])
     assert all(faults)
+
+
+def test_recomputation_notices(pool: Pool) -> None:
+    case = Case("llama", "tp=2", sequence_parallel=True, options={"recompute": [".layers.*"]})
+    for runs, faults in pool.run(2, broken.run, "ignore recompute", option_jobs.recomputed, case):
+        assert faults == []  # the numbers cannot tell
+        assert runs["0"] == 1
+    with pytest.raises(PoolError, match="different metadata"):
+        pool.run(2, broken.run, "keep the cache of recomputed layers", option_jobs.recomputed_with_cache)
+
+
+def test_layers_are_heard(pool: Pool) -> None:
+    kinds = ["DTensor", "Tensor", "DTensor"]
+    assert pool.run(2, apply_jobs.kinds_of_logits) == [[*kinds, "Tensor"]] * 2
+    assert pool.run(2, broken.run, "ignore the upper layers", apply_jobs.kinds_of_logits) == [[*kinds, "DTensor"]] * 2
+
+
+def test_tables_notice_a_cast(pool: Pool) -> None:
+    assert pool.run(2, broken.run, "cast fp32 tables", option_jobs.table_dtypes) == [{torch.bfloat16}] * 2
 
 
 def test_rotary_does_real_work(pool: Pool) -> None:

@@ -48,6 +48,10 @@ def test_recomputation(
     assert pool.run(2, option_jobs.recomputed, case) == [(runs, [])] * 2
 
 
+def test_recomputation_drops_the_cache(pool: Pool) -> None:
+    assert pool.run(2, option_jobs.recomputed_with_cache) == [[], []]
+
+
 def test_a_row_of_ones_own(pool: Pool) -> None:
     assert pool.run(2, option_jobs.registered_row, Gradient.PARTIAL) == [[], []]
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import cache
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
+
+# Arguments by which transformers hands a layer its key-value cache, over the versions.
+CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
 
 
 class Recomputes:
@@ -15,7 +19,15 @@ class Recomputes:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return super().forward(*args, **kwargs)  # type: ignore[misc]
-        return checkpoint(super().forward, *args, use_reentrant=False, **kwargs)  # type: ignore[misc]
+        return checkpoint(super().forward, *args, use_reentrant=False, **_without_cache(kwargs))  # type: ignore[misc]
+
+
+def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """A forward that runs twice would fill a key-value cache twice; transformers drops it for the same reason."""
+    filled = {name: None for name in CACHES if kwargs.get(name) is not None}
+    if filled:
+        warnings.warn("recomputed layers keep no key-value cache: call the model with use_cache=False", stacklevel=2)
+    return {**kwargs, **filled}
 
 
 def recompute_forward(module: Any) -> None:
