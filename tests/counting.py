@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Names under which functional (ours) and plain collectives (FSDP2's) are dispatched -> what they are.
@@ -24,7 +25,7 @@ _KINDS = {
     "scatter_": "scatter",
     "reduce_": "reduce",
 }
-_SILENT = {"wait_tensor", "monitored_barrier_", "barrier"}
+_SILENT = {"wait_tensor", "_wrap_tensor_autograd", "monitored_barrier_", "barrier"}
 
 
 class Counting(TorchDispatchMode):
@@ -36,6 +37,8 @@ class Counting(TorchDispatchMode):
         self.plain: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor's turn; what it calls comes back here
         name = func.name().partition("::")[2].partition(".")[0]
         if func.namespace == "_c10d_functional" and name not in _SILENT:
             group = next(arg for arg in reversed(args) if isinstance(arg, str))
@@ -57,6 +60,4 @@ def counted(function: Any, *args: Any) -> tuple[Any, Counting]:
 
 def sum_of(tensor: torch.Tensor) -> torch.Tensor:
     """A loss without collectives of its own: the sum of this rank's part of the logits."""
-    from torch.distributed.tensor import DTensor
-
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).float().sum()

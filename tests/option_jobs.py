@@ -241,12 +241,13 @@ def _plain(name: str) -> str:
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
-def recomputed_with_cache() -> list[str]:
-    """A training loop that leaves `use_cache` at its default."""
+def recomputed_with_cache() -> tuple[list[str], int]:
+    """A training loop that leaves `use_cache` at its default; how long the cache is after the backward."""
     reference = tiny_models.build("llama")
     sharded = apply_plan(
         tiny_models.build("llama"), "llama", parity.build_mesh("tp=2"), recompute=[".layers.*"], sequence_parallel=True
     )
     for model in (reference, sharded):
-        parity.cross_entropy(model(input_ids=IDS).logits, IDS).backward()
-    return list(parity.same_gradients(reference, sharded))
+        output = model(input_ids=IDS)
+        parity.cross_entropy(output.logits, IDS).backward()
+    return list(parity.same_gradients(reference, sharded)), output.cache.get_seq_length()

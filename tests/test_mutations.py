@@ -155,10 +155,8 @@ def test_what_is_altered_is_refused_or_harmless(llama: Inventory, tmp_path: Path
 
 @pytest.mark.parametrize("entry", HARMLESS, ids=[reason for reason, _, _ in HARMLESS])
 def test_what_is_accepted_computes_the_same(pool: Pool, tmp_path: Path, entry: Harmless) -> None:
-    """The first and the last of each kind; ``python tests/test_mutations.py`` compares all of them."""
-    plans = accepted(entry)
-    for altered in dict.fromkeys((plans[0], plans[-1])):
-        assert faults(pool, tmp_path, altered, entry[1]) == []
+    """The first of each kind, in one mode; ``python tests/test_mutations.py`` compares all of them in all."""
+    assert faults(pool, tmp_path, accepted(entry)[0], entry[1].split()[-1]) == []
 
 
 def accepted(entry: Harmless) -> list[Mutant]:

@@ -49,7 +49,7 @@ def test_recomputation(
 
 
 def test_recomputation_drops_the_cache(pool: Pool) -> None:
-    assert pool.run(2, option_jobs.recomputed_with_cache) == [[], []]
+    assert pool.run(2, option_jobs.recomputed_with_cache) == [([], 0)] * 2
 
 
 def test_a_row_of_ones_own(pool: Pool) -> None:
