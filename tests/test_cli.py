@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -279,3 +280,45 @@ def test_the_compiled_plans_are_printed_as_before() -> None:
     assert set(outputs) == set(COMPILED.iterdir())
     for path, output in outputs.items():
         assert output == path.read_text(encoding="utf-8"), f"make golden, and read the difference in {path.name}"
+
+
+# ---------------------------------------------------------------- a user's own modules
+
+
+OWN = """
+from dataclasses import replace
+from shardplan.styles import STYLES as TABLE
+from transformers import LlamaConfig, LlamaForCausalLM
+
+STYLES = {"cut": replace(TABLE["colwise"], name="cut")}
+
+def tiny():
+    return LlamaForCausalLM(LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=1, vocab_size=32))
+"""
+
+
+def run_in(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from shardplan.cli import main; main()", *args]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=with_source(), check=False)
+
+
+def with_source() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+
+
+def test_own_styles_and_models_are_found_in_the_working_directory(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OWN)
+    plan(tmp_path, "format: 1\nextends: llama\nrules: {'.layers.*.mlp.{gate,up}_proj': cut}\n")
+    on = ("--check", "plan.yaml", "--model", "mine:tiny", "--mesh", "tp=2")
+    clean = run_in(tmp_path, *on, "--styles", "mine")
+    assert (clean.returncode, clean.stdout, clean.stderr) == (0, "", "")
+    unknown = run_in(tmp_path, *on)
+    assert unknown.returncode == 1
+    assert "unknown style 'cut'" in unknown.stdout
+
+
+@pytest.mark.parametrize(("module", "said"), [("nowhere", "cannot import 'nowhere'"), ("json", "'json' has no STYLES")])
+def test_a_module_without_styles_is_a_usage_error(module: str, said: str) -> None:
+    result = run("--check", PLAN, "--styles", module)
+    assert result.exit_code == 2
+    assert said in result.stderr

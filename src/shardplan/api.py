@@ -17,7 +17,7 @@ from shardplan.merge import PlanSource, read_plan
 from shardplan.mesh import MeshSpec, mesh_spec, parse_mesh
 from shardplan.plan import MixedPrecision
 from shardplan.resolve import resolve
-from shardplan.styles import STYLES, Style
+from shardplan.styles import Style, known_styles
 
 if TYPE_CHECKING:
     from torch import nn
@@ -165,7 +165,7 @@ def _target(
     layers = [*_listed(plan), *_listed(overrides)]
     merged = with_options(read_plan(layers, inventory.architectures), options)
     spec = parse_mesh(mesh) if isinstance(mesh, str) else mesh
-    resolved = resolve(merged, inventory, _known_styles(styles))
+    resolved = resolve(merged, inventory, known_styles(styles))
     return Target(resolved, spec, sequence_parallel=bool(merged.sequence_parallel))
 
 
@@ -173,14 +173,6 @@ def _listed(layers: Layers | None) -> list[PlanSource]:
     if layers is None:
         return []
     return list(layers) if isinstance(layers, Sequence) and not isinstance(layers, str) else [layers]
-
-
-def _known_styles(own: UserStyles | None) -> Mapping[str, Style]:
-    rows = {
-        name: style if isinstance(style, Style) else Style(name, "applied as it stands", subtree=True, native=style)
-        for name, style in (own or {}).items()
-    }
-    return {**STYLES, **rows}
 
 
 def _already_applied(model: nn.Module) -> Diagnostic:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,6 +20,7 @@ import click
 from shardplan.diagnostics import Diagnostic, PlanError, Severity, errors
 from shardplan.findings import COULD_NOT_CHECK, Findings
 from shardplan.mesh import MeshSpec, parse_mesh
+from shardplan.styles import Style, known_styles
 
 if TYPE_CHECKING:
     from shardplan.inventory import Inventory
@@ -35,6 +37,7 @@ class Request:
     model: str | None
     mesh: str | None
     sequence_parallel: bool | None
+    styles: Mapping[str, Style]
 
     def plan(self, name: str) -> Plan:
         from shardplan.merge import read_plan
@@ -57,6 +60,18 @@ class Request:
         return bool(plan.sequence_parallel if self.sequence_parallel is None else self.sequence_parallel)
 
 
+def _own_styles(_context: click.Context, _option: click.Parameter, module: str | None) -> Mapping[str, Style]:
+    """The table of styles with those of a user's module, found like ``python -m`` would."""
+    if module is None:
+        return known_styles()
+    try:
+        return known_styles(import_module(module).STYLES)
+    except ImportError as error:
+        raise click.BadParameter(f"cannot import '{module}': {error}") from None
+    except AttributeError:
+        raise click.BadParameter(f"'{module}' has no STYLES, a dict of names to styles") from None
+
+
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("plans", nargs=-1, metavar="[PLAN]...")
 @click.option(
@@ -66,6 +81,9 @@ class Request:
 @click.option("--mesh", metavar="AXES", help="Axes and sizes: dp=2,tp=4.")
 @click.option(
     "--sequence-parallel/--no-sequence-parallel", default=None, help="The mode; without it --check covers both."
+)
+@click.option(
+    "--styles", "own_styles", metavar="MODULE", callback=_own_styles, help="A Python module with your own STYLES."
 )
 @click.option("--check", is_flag=True, help="Only report what is wrong; quiet when clean.")
 @click.option("--schema", is_flag=True, help="Print the JSON Schema of a plan file.")
@@ -80,6 +98,7 @@ def command(
     model: str | None,
     mesh: str | None,
     sequence_parallel: bool | None,
+    own_styles: Mapping[str, Style],
     check: bool,
     schema: bool,
     strict: bool,
@@ -94,7 +113,7 @@ def command(
 
         click.echo(plan_schema_text(), nl=False)
         return
-    request, findings = Request(overlays, model, mesh, sequence_parallel), Findings()
+    request, findings = Request(overlays, model, mesh, sequence_parallel, own_styles), Findings()
     compiled: list[dict[str, Any]] = []
     for plan in plans or _shipped():
         if check:
@@ -127,14 +146,14 @@ def _check(name: str, request: Request, findings: Findings) -> None:
         findings.add(refused.diagnostics)
         return
     if not models or not meshes:
-        findings.add(_file_only(plan, missing="mesh" if models else "model"))
+        findings.add(_file_only(plan, request.styles, missing="mesh" if models else "model"))
         return
-    for situation, found in _situations(plan, models, meshes, request.modes(plan)):
+    for situation, found in _situations(plan, request, models, meshes):
         findings.add(found, situation)
 
 
 def _situations(
-    plan: Plan, models: Sequence[str], meshes: Sequence[MeshSpec], modes: Sequence[bool]
+    plan: Plan, request: Request, models: Sequence[str], meshes: Sequence[MeshSpec]
 ) -> Iterator[tuple[str, tuple[Diagnostic, ...]]]:
     """Every situation by name, with what is found in it."""
     from shardplan.check import check
@@ -143,11 +162,11 @@ def _situations(
 
     for model in models:
         try:
-            resolved = resolve(plan, _inventory(model))
+            resolved = resolve(plan, _inventory(model), request.styles)
         except PlanError as refused:
             yield "", refused.diagnostics
             continue
-        for mode in modes:
+        for mode in request.modes(plan):
             for mesh in meshes:
                 yield f"{model} {mesh} {'SP' if mode else 'TP'}", check(Target(resolved, mesh, mode))
 
@@ -160,12 +179,11 @@ def _inventory(model: str) -> Inventory:
     return take_inventory(build_meta_model(model))
 
 
-def _file_only(plan: Plan, missing: str) -> Iterator[Diagnostic]:
+def _file_only(plan: Plan, styles: Mapping[str, Style], missing: str) -> Iterator[Diagnostic]:
     """All that can be said of a plan without a model: unknown styles, and that there is more to check."""
     from shardplan.checks.faulty import unknown_styles
-    from shardplan.styles import STYLES
 
-    yield from unknown_styles(plan.rules, STYLES)
+    yield from unknown_styles(plan.rules, styles)
     yield Diagnostic(
         "SP902",
         f"only the file was checked: plan '{plan.name}' names no {missing} under `reference`, and none was given",
@@ -193,9 +211,9 @@ def _compile(name: str, request: Request, findings: Findings, *, printing: bool)
         plan = request.plan(name)
         models, meshes, mode = request.models(plan), request.meshes(plan), request.mode(plan)
         if not models or not meshes:
-            findings.add(_file_only(plan, missing="mesh" if models else "model"))
+            findings.add(_file_only(plan, request.styles, missing="mesh" if models else "model"))
             return
-        target = Target(resolve(plan, _inventory(models[0])), meshes[0], mode)
+        target = Target(resolve(plan, _inventory(models[0]), request.styles), meshes[0], mode)
     except PlanError as refused:
         findings.add(refused.diagnostics)
         return
@@ -212,6 +230,7 @@ def _compile(name: str, request: Request, findings: Findings, *, printing: bool)
 
 def main() -> None:
     """The console script. Whatever we did not foresee is our fault, not the plan's: exit code 2."""
+    sys.path.insert(0, "")  # --model and --styles find modules of the working directory
     try:
         command()
     except Exception as crash:  # noqa: BLE001 - the one place where a crash becomes an exit code

@@ -5,6 +5,7 @@ A row is all there is to a style: `lower` reads it, and nothing else in the comp
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -160,6 +161,16 @@ ALIASES = {
 STYLES |= {alias: STYLES[name] for alias, name in ALIASES.items()}
 
 STYLE_NAMES: tuple[str, ...] = tuple(STYLES)
+
+
+def known_styles(own: Mapping[str, Any] | None = None) -> dict[str, Style]:
+    """The table with a user's own styles on top: rows, or torch ``ParallelStyle``s, applied as they stand."""
+    rows = {
+        name: style if isinstance(style, Style) else Style(name, "applied as it stands", subtree=True, native=style)
+        for name, style in (own or {}).items()
+    }
+    return {**STYLES, **rows}
+
 
 # What a mapping without `style` and a written `null` mean.
 EDGES_ONLY = Style("edges only", "states edges and decides nothing else", claims=False)
