@@ -10,13 +10,18 @@ if TYPE_CHECKING:
     from shardplan.api import check_plan as check_plan
     from shardplan.api import compile_plan as compile_plan
     from shardplan.api import gathered_logits as gathered_logits
+    from shardplan.batches import data_parallel_rank_and_size as data_parallel_rank_and_size
+    from shardplan.batches import require_same_batch as require_same_batch
     from shardplan.diagnostics import Diagnostic as Diagnostic
     from shardplan.diagnostics import PlanError as PlanError
+    from shardplan.gradients import clip_grad_by_total_norm_ as clip_grad_by_total_norm_
+    from shardplan.gradients import get_grad_norm as get_grad_norm
+    from shardplan.gradients import to_local_if_dtensor as to_local_if_dtensor
     from shardplan.load import load_plan as load_plan
     from shardplan.loss import cross_entropy as cross_entropy
     from shardplan.loss import log_probs as log_probs
-    from shardplan.plan import MixedPrecision as MixedPrecision
     from shardplan.parallel.standalone import translate_parallel_style as translate_parallel_style
+    from shardplan.plan import MixedPrecision as MixedPrecision
     from shardplan.plan import Plan as Plan
     from shardplan.styles import Style as Style
 
@@ -28,8 +33,13 @@ _HOMES = {
     "check_plan": "api",
     "compile_plan": "api",
     "gathered_logits": "api",
+    "data_parallel_rank_and_size": "batches",
+    "require_same_batch": "batches",
     "Diagnostic": "diagnostics",
     "PlanError": "diagnostics",
+    "clip_grad_by_total_norm_": "gradients",
+    "get_grad_norm": "gradients",
+    "to_local_if_dtensor": "gradients",
     "load_plan": "load",
     "cross_entropy": "loss",
     "log_probs": "loss",

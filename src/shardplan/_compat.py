@@ -43,6 +43,36 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return root
 
 
+def groups_over(mesh: DeviceMesh, dims: tuple[int, ...]) -> tuple[str, ...]:
+    """Names of the groups over which a reduction over ``dims`` of ``mesh`` goes: one where these were flattened."""
+    flattened = _flattened(mesh, dims) if len(dims) > 1 else None
+    if flattened is not None:
+        return (flattened.get_group().group_name,)
+    return tuple(mesh.get_group(dim).group_name for dim in dims)
+
+
+def flatten(mesh: DeviceMesh, dims: tuple[int, ...]) -> None:
+    """torch 2.13: give ``dims`` of ``mesh`` one group, which DTensor then uses for a reduction over all of them.
+
+    Every rank of the world takes part; nothing is done where the group is there.
+    """
+    if _flattened(mesh, dims) is None:
+        mesh[tuple((mesh.mesh_dim_names or ())[dim] for dim in dims)]._flatten()
+
+
+def _flattened(mesh: DeviceMesh, dims: tuple[int, ...]) -> DeviceMesh | None:
+    """torch 2.13: the flattened mesh over ``dims``, by whatever name: the look-up of DTensor's own reductions.
+
+    It raises KeyError where ``dims`` are in another order in the mesh that all were cut from.
+    """
+    from torch.distributed.tensor._redistribute import _get_flattened_mesh_by_layout
+
+    try:
+        return _get_flattened_mesh_by_layout(mesh, dims)
+    except KeyError:
+        return None
+
+
 def fsdp_parameters(unit: FSDPModule) -> list[Any]:
     """torch 2.13: the unit's parameters in the order of its flat reduced gradient.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,7 @@ def require(
         PlanError: ``findings``, or SP303 where another rank refused, compiled something else, or holds other weights.
     """
     _require_all_ranks(mesh)
-    alike, same_plan = _compare([int(compiled is None), _fingerprint(compiled)], mesh)
+    alike, same_plan = equal_on_ranks([int(compiled is None), _plan_fingerprint(compiled)], mesh)
     if compiled is None:
         raise PlanError(findings)
     if not alike or not same_plan:
@@ -44,7 +45,7 @@ def require(
         raise PlanError([_disagreement(message, "the same model, plan and options on every rank")])
     names = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
     weights = [checksum(parameter) for parameter in model.parameters() if not parameter.is_meta]
-    unequal = [name for name, equal in zip(names, _compare(weights, mesh), strict=True) if not equal]
+    unequal = [name for name, equal in zip(names, equal_on_ranks(weights, mesh), strict=True) if not equal]
     if unequal:
         more = f" and {len(unequal) - MOST_NAMED} more" if len(unequal) > MOST_NAMED else ""
         message = f"ranks hold different weights in {', '.join(unequal[:MOST_NAMED])}{more}"
@@ -71,8 +72,7 @@ def checksum(parameter: Tensor) -> int:
     """
     rows = parameter.detach().reshape(parameter.shape[0] if parameter.ndim > 1 else 1, -1)
     along = [_weighted(torch.hash_tensor(rows, dim=dim)) for dim in (0, 1)] if rows.numel() else [0]
-    digest = hashlib.sha256(repr((tuple(parameter.shape), str(parameter.dtype), along)).encode())
-    return _positive(digest)
+    return fingerprint((tuple(parameter.shape), str(parameter.dtype), along))
 
 
 def _weighted(hashes: Tensor) -> int:
@@ -81,7 +81,7 @@ def _weighted(hashes: Tensor) -> int:
     return int((hashes.view(torch.int64) * weights).sum())
 
 
-def _fingerprint(compiled: CompiledPlan | None) -> int:
+def _plan_fingerprint(compiled: CompiledPlan | None) -> int:
     identities: dict[int, int] = {}
     if compiled is None:
         return 0
@@ -90,14 +90,15 @@ def _fingerprint(compiled: CompiledPlan | None) -> int:
     edges = [(m.fqn, m.style, m.input, m.output) for m in compiled.modules]
     rest = (compiled.mesh, compiled.sequence_parallel, compiled.units, compiled.root_reshard, compiled.recompute,
             compiled.head, compiled.mixed_precision, compiled.cpu_offload)  # fmt: skip
-    return _positive(hashlib.sha256(repr((ties, facts, edges, rest)).encode()))
+    return fingerprint((ties, facts, edges, rest))
 
 
-def _positive(digest: hashlib._Hash) -> int:
-    return int.from_bytes(digest.digest()[:8], "big") >> 1
+def fingerprint(facts: Any) -> int:
+    """A 63-bit number that stands for ``repr(facts)``, the same in every process."""
+    return int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:8], "big") >> 1
 
 
-def _compare(numbers: Sequence[int], mesh: DeviceMesh) -> list[bool]:
+def equal_on_ranks(numbers: Sequence[int], mesh: DeviceMesh) -> list[bool]:
     """Whether every rank of the mesh has the same number, for each."""
     device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" else "cpu"
     both_ends = torch.tensor([numbers, [-number for number in numbers]], dtype=torch.int64, device=device)

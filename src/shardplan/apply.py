@@ -10,9 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
+from shardplan import _compat
 from shardplan.compiled import CompiledPlan, Head
 from shardplan.loss import causal_lm_loss
+from shardplan.mesh import REPLICATE
 from shardplan.parallel.collectives import Ranks
 from shardplan.parallel.gradients import Owner, sum_in_graph, sum_in_units
 from shardplan.parallel.recompute import recompute_forward
@@ -57,6 +60,7 @@ def apply(model: nn.Module, compiled: CompiledPlan, mesh: DeviceMesh) -> nn.Modu
         recompute_forward(compiled.find(model, fqn))
     units = _shard_over_dp(model, compiled, mesh) if compiled.mesh.has_dp else []
     if stream is not None:
+        _flatten_sharding_axes(model)
         _sum_gradients(model, compiled, units, stream.ranks)
     setattr(compiled.find(model, ""), APPLIED, applied)
     return model
@@ -84,9 +88,10 @@ def _shard_over_tp(model: nn.Module, compiled: CompiledPlan, tp: DeviceMesh) -> 
 def _finish_logits(model: nn.Module, head: Head, tp: DeviceMesh, applied: Applied) -> None:
     """Hand out logits as one DTensor, and let ``labels=`` compute the loss on it."""
     applied.compiled.find(model, head.fqn).register_forward_hook(partial(_logits, applied, tp, head.vocabulary))
-    owner = applied.compiled.find(model, "")
-    if hasattr(owner, "loss_function"):
-        owner.loss_function = causal_lm_loss  # type: ignore[assignment]
+    owner: Any = applied.compiled.find(model, "")
+    # Any other loss of transformers raises on DTensor logits by itself.
+    if getattr(getattr(owner, "loss_function", None), "__name__", "") == "ForCausalLMLoss":
+        owner.loss_function = causal_lm_loss
 
 
 def _logits(
@@ -126,6 +131,14 @@ def _dp_mesh(compiled: CompiledPlan, mesh: DeviceMesh) -> DeviceMesh:
         mesh[axes]._flatten(name)
     replicate = compiled.mesh.replicate_axis
     return mesh[(replicate, name)] if replicate else mesh[name]
+
+
+def _flatten_sharding_axes(model: nn.Module) -> None:
+    """One group for dp and tp: a gradient norm is one all-reduce over it. Without it torch takes two, and warns."""
+    mesh = next(parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor))
+    sharding = tuple(dim for dim, name in enumerate(mesh.mesh_dim_names or ()) if name != REPLICATE)
+    if len(sharding) > 1:
+        _compat.flatten(mesh, sharding)
 
 
 def _mixed_precision(policy: MixedPrecision | None) -> MixedPrecisionPolicy:
