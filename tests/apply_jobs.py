@@ -247,3 +247,17 @@ def copied_and_differentiated() -> list[str]:
         parameter.grad = gradient
     untouched = [name for name, parameter in original.named_parameters() if parameter.grad is not None]
     return untouched + list(parity.same_gradients(reference, sharded))
+
+
+def partly_frozen(mesh: str, trained: str) -> list[str]:
+    """Only the parameters whose name has ``trained`` in it are trained; the others get no gradient."""
+    reference = tiny_models.build("qwen3")
+    sharded = tiny_models.build("qwen3")
+    for model in (reference, sharded):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(trained in name)
+    sharded = apply_plan(sharded, "qwen2", parity.build_mesh(mesh), sequence_parallel=True)
+    for model in (reference, sharded):
+        parity.step(model, {"input_ids": IDS}, IDS)
+    frozen = [n for n, p in sharded.named_parameters() if (p.grad is None) is (trained in n)]
+    return frozen + list(parity.same_gradients(reference, sharded))

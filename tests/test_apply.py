@@ -113,3 +113,9 @@ def test_a_second_reader_of_the_final_states(pool: Pool) -> None:
 
 def test_deep_copy_and_autograd_grad(pool: Pool) -> None:
     assert pool.run(2, apply_jobs.copied_and_differentiated) == [[], []]
+
+
+@pytest.mark.parametrize("trained", ["norm", "q_norm", "proj", "mlp", "lm_head", "layers.1"])
+@pytest.mark.parametrize("mesh", ["tp=2", "dp=1,tp=2"])
+def test_partly_frozen(pool: Pool, mesh: str, trained: str) -> None:
+    assert pool.run(2, apply_jobs.partly_frozen, mesh, trained) == [[], []]

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from shardplan import _compat
 from shardplan.parallel.collectives import Ranks, SumGradients, sum_coalesced
 
-Owner = tuple[nn.Module, str]  # a module and the name of its parameter
+Owner = tuple[Any, str]  # a module that reads its parameters locally, and the name of one
 
 
 def sum_in_graph(start: nn.Module, owners: Sequence[Owner], ranks: Ranks) -> None:
@@ -27,10 +27,14 @@ def sum_in_graph(start: nn.Module, owners: Sequence[Owner], ranks: Ranks) -> Non
         start.register_forward_pre_hook(partial(_read_through_sum, tuple(owners), ranks))
 
 
-def _read_through_sum(owners: tuple[Owner, ...], ranks: Ranks, module: nn.Module, args: tuple[Any, ...]) -> None:
-    local = [_parameter(owner).to_local() for owner in owners]
-    for (owner, name), tensor in zip(owners, SumGradients.apply(ranks, *local), strict=True):
-        owner.tp_summed[name] = tensor  # type: ignore[operator,index]
+def _read_through_sum(owners: tuple[Owner, ...], ranks: Ranks, start: nn.Module, args: tuple[Any, ...]) -> None:
+    """A frozen parameter has no gradient to sum and is read as it is."""
+    trained = [owner for owner in owners if _parameter(owner).requires_grad]
+    local = [_parameter(owner).to_local() for owner in trained]
+    summed = dict(zip(trained, SumGradients.apply(ranks, *local), strict=True)) if trained else {}
+    for owner in owners:
+        module, name = owner
+        module.tp_summed[name] = summed.get(owner)
 
 
 def sum_in_units(units: Sequence[FSDPModule], owners: Sequence[Owner], ranks: Ranks) -> None:

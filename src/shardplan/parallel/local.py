@@ -26,7 +26,7 @@ class ReadsLocally:
 
     tp_stream: Stream
     tp_readers: dict[str, Reader]
-    tp_summed: dict[str, Tensor]  # local views whose gradients are summed over tp, where no FSDP2 unit does it
+    tp_summed: dict[str, Tensor | None]  # local views whose gradients are summed over tp, where no FSDP2 unit does it
     tp_reading = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
