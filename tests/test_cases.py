@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor.parallel import ParallelStyle
 
 import broken_models
 from shardplan.api import check_plan, compile_plan
@@ -160,10 +161,14 @@ def test_c11_full_paths_say_what_they_lack(multimodal: nn.Module, tmp_path: Path
 # ---------------------------------------------------------------- C14, C16, C39: sizes
 
 
+ODD = {"hidden_size": 30, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 6}
+
+
 @pytest.mark.parametrize(
     ("sizes", "tp", "said", "degrees"),
     [
         ({"num_key_value_heads": 1}, 2, "4 heads, 1 KV heads, head_dim 8", "1"),
+        (ODD, 4, "3 heads, 3 KV heads, head_dim 6", "1 or 3"),
         ({"num_key_value_heads": 2, "head_dim": 16}, 4, "4 heads, 2 KV heads, head_dim 16", "1 or 2"),
     ],
 )
@@ -224,6 +229,18 @@ def test_c19_a_plan_without_o(tmp_path: Path) -> None:
         "o_proj stays whole in block model.layers.*.self_attn, where q_proj, k_proj and v_proj are colwise"
     )
     assert found.hint == "make o_proj rowwise: it takes what q_proj, k_proj and v_proj give in parts"
+
+
+class OwnStyle(ParallelStyle):
+    """One of the user's, of which nothing is known."""
+
+    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+        return module
+
+
+def test_a_torch_style_of_ones_own_is_not_judged_by_its_siblings() -> None:
+    plan = {"model.layers.*.self_attn.v_proj": OwnStyle()}
+    assert not errors(findings([PLAN, plan], tiny()))
 
 
 def test_c20_packed_projections_are_not_cut_as_one(tmp_path: Path) -> None:

@@ -147,6 +147,12 @@ def test_a_claim_from_above_is_as_specific_as_its_tokens(tmp_path: Path) -> None
     assert (claims(plan, "layers.0.a"), claims(plan, "layers.1.a")) == ({"weight": "null"}, {"weight": "colwise"})
 
 
+def test_a_rule_that_matches_wins_over_an_equal_claim_from_above(tmp_path: Path) -> None:
+    plan = resolved(tmp_path, '  layers: null\n  "layers.**": sequence_parallel\n')
+    assert claims(plan, "layers.0.norm") == {"weight": "sequence_parallel", "bias": "sequence_parallel"}
+    assert plan.ties == ()
+
+
 def test_a_written_null_of_a_higher_layer_is_not_filled_again(tmp_path: Path) -> None:
     plan = resolved(tmp_path, "  layers.*.a: colwise\n", "  layers.0: null\n")
     assert (style(plan, "layers.0.a"), claims(plan, "layers.0.a")) == (None, {"weight": "null"})
