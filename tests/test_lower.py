@@ -104,8 +104,10 @@ def test_a_whole_head_is_not_coupled(tmp_path: Path) -> None:
     ],
 )
 def test_the_logits_are_what_the_plan_says(tmp_path: Path, text: str, gathered: bool) -> None:
-    head = lowered(plan=overlay(tmp_path, text)).head
+    compiled = lowered(plan=overlay(tmp_path, text))
+    head = compiled.head
     assert head is not None
+    assert module(compiled, "lm_head").output is None
     assert (head.fqn, head.vocabulary, head.gathered) == ("lm_head", 256, gathered)
 
 
