@@ -75,6 +75,13 @@ def test_tied_parameters_count_once_and_are_named() -> None:
     assert "tied: model.embed_tokens.weight and lm_head.weight are one parameter\n" in report_text(tied)
 
 
+def test_a_rule_over_both_ends_of_a_tied_pair_counts_it_once(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.yaml"
+    plan.write_text('format: 1\nrules:\n  "**": null\n')
+    tied = report(plan=plan, tie_word_embeddings=True)
+    assert [entry.nbytes.whole for entry in tied.rules] == [4 * tied.parameters]
+
+
 def test_calls_are_counted_by_kind_of_module() -> None:
     calls = {(entry.module, entry.direction, entry.name): entry.calls for entry in report().collectives}
     assert calls["model.layers.*.mlp", "forward", "all_reduce"] == 2
