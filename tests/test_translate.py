@@ -1,8 +1,6 @@
 """torch's styles read as layouts, and style strings as torch styles."""
 
 import pytest
-import translate_jobs
-from pool import Pool
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -14,6 +12,8 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
+import translate_jobs
+from pool import Pool
 from shardplan import PlanError, translate_parallel_style
 from shardplan.from_python import plan_from_dict
 from shardplan.layouts import parse_conversion

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import parity
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
+import parity
 from shardplan import translate_parallel_style
 
 

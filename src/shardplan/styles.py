@@ -49,7 +49,8 @@ class Style:
         input, output: the edges it has outside a block; None where it touches nothing.
         gradient: what its replicated parameters receive.
         claims: whether it decides about parameters; a block decides about its edges only.
-        subtree: whether the claim reaches the parameters of submodules on which no rule speaks.
+        subtree: whether the claim reaches down to the parameters of submodules, where a rule that is no more specific
+            speaks about them.
         opens_block: whether what is below computes on local tensors between this module's two edges.
         positions: whether the module is handed the positions of the full sequence, also where the embedding's output,
             from which models count them, is cut.
