@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+)
 
 TINY = {
     "hidden_size": 32,
@@ -25,6 +34,18 @@ def llama_49() -> nn.Module:
 
 def llama_of_5_words() -> nn.Module:
     return llama(vocab_size=5, num_key_value_heads=4)
+
+
+def llama_with_dropout() -> nn.Module:
+    return LlamaForCausalLM(LlamaConfig(**TINY, attention_dropout=0.1))
+
+
+def olmo2() -> nn.Module:
+    return Olmo2ForCausalLM(Olmo2Config(**TINY))
+
+
+def cohere() -> nn.Module:
+    return CohereForCausalLM(CohereConfig(**TINY, use_qk_norm=True, tie_word_embeddings=False))
 
 
 def phi3() -> nn.Module:

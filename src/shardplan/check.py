@@ -15,7 +15,8 @@ from shardplan.checks.matching import (
     check_styles,
 )
 from shardplan.checks.members import check_members, check_packed
-from shardplan.checks.options import check_options
+from shardplan.checks.options import check_dropout, check_options
+from shardplan.checks.side import check_side_parameters
 from shardplan.checks.sizes import check_dims, check_heads
 from shardplan.checks.stream import check_stream
 from shardplan.checks.target import Target
@@ -43,7 +44,9 @@ CHECKS: tuple[Check, ...] = (
     check_ties,
     check_heads,
     check_dims,
+    check_side_parameters,
     check_options,
+    check_dropout,
 )
 
 

@@ -107,6 +107,8 @@ CODES = {
     "SP205": "tied parameters with different placements",
     "SP206": "a parameter whose gradient would be wrong where it stands",
     "SP207": "one activation sent more often than needed",
+    "SP208": "a whole parameter that covers cut heads or features",
+    "SP209": "dropout over tp ranks",
     # the mesh and the call
     "SP301": "a mesh that cannot be used",
     "SP302": "the model already has a plan applied",

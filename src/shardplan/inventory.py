@@ -73,6 +73,7 @@ class Inventory:
         modules: every module once; the model itself has the fqn "".
         embedding, head: fqns of the input embedding and of the module that computes logits, where the model tells.
         attention: the attention implementation that the model is configured for.
+        dropout: the probabilities above zero in its config, by name.
         sliding_window: whether its config names a sliding window, which needs a mask.
     """
 
@@ -82,6 +83,7 @@ class Inventory:
     head: str | None
     attention: str | None
     sliding_window: bool
+    dropout: tuple[tuple[str, float], ...]
 
     @cached_property
     def by_fqn(self) -> dict[str, ModuleInfo]:
@@ -117,6 +119,7 @@ def take_inventory(model: nn.Module) -> Inventory:
         head=fqns.get(id(_call(model, "get_output_embeddings"))),
         attention=getattr(config, "_attn_implementation", None),
         sliding_window=bool(getattr(_text_config(config), "sliding_window", None)),
+        dropout=_dropout(_text_config(config)),
     )
 
 
@@ -133,6 +136,12 @@ def _through_wrappers(model: nn.Module) -> dict[str, tuple[str, str, nn.Module]]
 def _text_config(config: Any) -> Any:
     """The config of the language model inside a multimodal one."""
     return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _dropout(config: Any) -> tuple[tuple[str, float], ...]:
+    """transformers' configs name probabilities ``attention_dropout``, ``resid_pdrop`` and the like."""
+    named = vars(config).items() if config is not None else ()
+    return tuple((name, value) for name, value in named if "drop" in name and isinstance(value, float) and value > 0)
 
 
 def ancestors(fqn: str) -> Iterator[str]:

@@ -49,7 +49,20 @@ class FaultyRules:
 
     @cached_property
     def dead(self) -> tuple[Dead, ...]:
-        """Alternatives that match nothing and are not optional."""
+        """Alternatives of the uppermost layer's rules that match nothing and are not optional."""
+        return tuple(dead for dead in self._all_dead if dead.rule.layer.rank == self._top)
+
+    @cached_property
+    def inherited(self) -> tuple[Dead, ...]:
+        """The same of the layers below, which whoever wrote the upper one cannot mend. They explain nothing."""
+        return tuple(dead for dead in self._all_dead if dead.rule.layer.rank != self._top)
+
+    @cached_property
+    def _top(self) -> int:
+        return max((matched.line.layer.rank for matched in self._resolved.rules), default=0)
+
+    @cached_property
+    def _all_dead(self) -> tuple[Dead, ...]:
         return tuple(
             self._dead(matched, index)
             for matched in self._resolved.rules

@@ -48,7 +48,7 @@ def check_styles(target: Target) -> Iterator[Diagnostic]:
 
 
 def check_dead_rules(target: Target) -> Iterator[Diagnostic]:
-    """SP102, SP108: every alternative of every pattern matches something."""
+    """SP102, SP108: every alternative of every pattern matches something; inherited rules only should."""
     plan, faulty = target.resolved, target.faulty
     misplaced = [dead for dead in faulty.dead if faulty.prefix in dead.elsewhere]
     if misplaced:
@@ -56,6 +56,8 @@ def check_dead_rules(target: Target) -> Iterator[Diagnostic]:
     for dead in faulty.dead:
         if dead not in misplaced:
             yield _dead("SP102", target, dead.rule, dead.match, _way_out(dead))
+    for dead in faulty.inherited:
+        yield _dead("SP102", target, dead.rule, dead.match, _way_out(dead), Severity.WARNING)
     for matched in plan.rules:
         for match in matched.matches:
             if not match.fqns and matched.line.pattern.optional and _is_near_miss(target, match):
@@ -88,8 +90,10 @@ def _misplaced(target: Target, dead: list[Dead]) -> Diagnostic:
     )
 
 
-def _dead(code: str, target: Target, line: Any, match: Match, hint: str) -> Diagnostic:
-    optional, from_hf = line.pattern.optional, line.layer.kind == "hf"
+def _dead(
+    code: str, target: Target, line: Any, match: Match, hint: str, severity: Severity = Severity.ERROR
+) -> Diagnostic:
+    optional = line.pattern.optional
     alternatives = len(line.pattern.alternatives)
     several = f", one of {alternatives} alternatives of {line.pattern}," if alternatives > 1 else ""
     return Diagnostic(
@@ -99,7 +103,7 @@ def _dead(code: str, target: Target, line: Any, match: Match, hint: str) -> Diag
         subject=match.alternative.text,
         expected="" if optional else "at least one match for every alternative, or a final '?'",
         hint=hint,
-        severity=Severity.NOTE if optional else Severity.WARNING if from_hf else Severity.ERROR,
+        severity=Severity.NOTE if optional else severity,
     )
 
 

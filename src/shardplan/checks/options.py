@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardplan.checks.target import Target
-from shardplan.diagnostics import Diagnostic
+from shardplan.diagnostics import Diagnostic, Severity
 
 
 def check_options(target: Target) -> Iterator[Diagnostic]:
@@ -22,3 +22,20 @@ def check_options(target: Target) -> Iterator[Diagnostic]:
                 expected="a dp axis; one of size 1 will do",
                 hint=f"use mesh 'dp=1,{target.mesh}', or pass {option}=False",
             )
+
+
+def check_dropout(target: Target) -> Iterator[Diagnostic]:
+    """SP209: a mask that each rank draws for itself agrees with the other ranks' only if they are seeded alike."""
+    dropout = target.resolved.inventory.dropout
+    if dropout and target.mesh.has_tp:
+        named = ", ".join(f"{name}={value:g}" for name, value in dropout)
+        yield Diagnostic(
+            "SP209",
+            f"dropout is on ({named}), and every tp rank draws masks of its own for what it computes",
+            where=target.resolved.plan.where,
+            subject="dropout",
+            expected="ranks of a tp group seeded alike, or no dropout",
+            hint="seed each tp group alike (by its dp rank): otherwise the residual stream differs between its ranks; "
+            "heads on different ranks then share attention masks",
+            severity=Severity.WARNING,
+        )
