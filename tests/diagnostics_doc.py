@@ -46,8 +46,8 @@ MEANING = {
     "SP011": "`extends` names a shipped plan or a file from the folder of the file that says so.",
     "SP012": "The file was found, but is empty, not UTF-8 text, or too large to be a plan.",
     "SP101": "Styles of your own are registered from Python before the plan is applied. There is no fallback.",
-    "SP102": "Every alternative of every pattern has to match, because a rule that matches nothing does nothing; in a layer "
-    "that is extended it is only a warning. Mark "
+    "SP102": "Every alternative of every pattern has to match, because a rule that matches nothing does nothing; "
+    "in a layer that is extended it is only a warning. Mark "
     "what only some models have with a final `?`. When many patterns look in one wrong place, `root` is what is wrong.",
     "SP103": "Higher layers win, then more specific patterns; where neither decides, the plan has to.",
     "SP104": "Whatever no rule decides about would stay whole on every rank: wasted memory at best. Decide.",
@@ -67,8 +67,8 @@ MEANING = {
     "SP206": "Replicas of a parameter stay equal only if their gradient is complete on every rank, or summed where it "
     "is not. Which of the two holds follows from where the module stands.",
     "SP207": "Correct, but the same activation is sent several times. A block around the siblings sends it once.",
-    "SP208": "A norm over the whole projection, or a weight for each head, needs the entries of this rank's heads only, "
-    "and its statistics may need the other ranks'. No style does that yet.",
+    "SP208": "A norm over the whole projection, or a weight for each head, needs the entries of this rank's heads "
+    "only, and its statistics may need the other ranks'. No style does that yet.",
     "SP209": "Right as long as the ranks of a tp group draw the same random numbers, which `torch.manual_seed` with "
     "the data-parallel rank gives.",
     "SP301": "Axes are known by name.",
