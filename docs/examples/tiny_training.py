@@ -6,7 +6,6 @@ rows out of the same global batch, so that a run on N processes sees what a run 
 
 from __future__ import annotations
 
-import logging
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,9 +21,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from shardplan import apply_plan
 
 CORPUS_BYTES = 2_000_000
-
-# torch 2.13 warns on every rank that clip_grad_norm_ reduces the norm over dp and tp one after the other.
-logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 @dataclass(frozen=True)
