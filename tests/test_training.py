@@ -10,16 +10,17 @@ import pytest
 import tolerances
 import training_jobs
 from pool import Pool
-from tiny_models import MODELS
 
 PAGE = (Path(__file__).parents[1] / "docs" / "training.md").read_text(encoding="utf-8")
+# Every shipped family. Not the vision tower in bf16: it never runs here, and torch 2.13's FSDP2 then raises in a backward
+# that does not synchronise (docs/training.md).
+FAMILIES = ["llama", "mistral", "qwen2-tied", "qwen3", "gemma3", "gemma3-vision"]
 FALL = 0.3  # nats, in 20 steps
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize(
-    ("model", "bf16"),
-    [(model, False) for model in MODELS] + [(m, True) for m in ("llama", "mistral", "qwen2-tied", "qwen3", "gemma3")],
+    ("model", "bf16"), [*((model, False) for model in FAMILIES), *((m, True) for m in FAMILIES if m != "gemma3-vision")]
 )
 def test_twenty_steps(pool: Pool, model: str, bf16: bool) -> None:
     """C30 with Qwen3: after the steps, replicas are bit-equal on every rank, before any gather."""
