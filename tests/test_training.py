@@ -12,8 +12,8 @@ import training_jobs
 from pool import Pool
 
 PAGE = (Path(__file__).parents[1] / "docs" / "training.md").read_text(encoding="utf-8")
-# Every shipped family. Not the vision tower in bf16: it never runs here, and torch 2.13's FSDP2 then raises in a backward
-# that does not synchronise (docs/training.md).
+# Every shipped family. The vision tower never runs here: under bf16 torch 2.13's FSDP2 then raises in a backward that
+# does not synchronise (docs/training.md).
 FAMILIES = ["llama", "mistral", "qwen2-tied", "qwen3", "gemma3", "gemma3-vision"]
 FALL = 0.3  # nats, in 20 steps
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
