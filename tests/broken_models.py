@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 from transformers import (
     CohereConfig,
@@ -12,6 +13,8 @@ from transformers import (
     Olmo2ForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
+    StableLmConfig,
+    StableLmForCausalLM,
 )
 
 TINY = {
@@ -46,6 +49,28 @@ def olmo2() -> nn.Module:
 
 def cohere() -> nn.Module:
     return CohereForCausalLM(CohereConfig(**TINY, use_qk_norm=True, tie_word_embeddings=False))
+
+
+def stablelm() -> nn.Module:
+    return StableLmForCausalLM(StableLmConfig(**TINY))
+
+
+class Gain(nn.Linear):
+    """A linear with a parameter that no style knows."""
+
+    def __init__(self, *args: int, **kwargs: bool) -> None:
+        super().__init__(*args, **kwargs)
+        self.gain = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.gain
+
+
+def llama_with_gain() -> nn.Module:
+    model = llama()
+    for layer in model.model.layers:
+        layer.mlp.up_proj = Gain(32, 48, bias=False)
+    return model
 
 
 def phi3() -> nn.Module:

@@ -71,6 +71,8 @@ MEANING = {
     "only, and its statistics may need the other ranks'. No style does that yet.",
     "SP209": "Right as long as the ranks of a tp group draw the same random numbers, which `torch.manual_seed` with "
     "the data-parallel rank gives.",
+    "SP210": "The number of heads of a rank is that of its activations; attention that reshapes by the number of all "
+    "heads mixes tokens up in silence, or crashes.",
     "SP301": "Axes are known by name.",
     "SP302": "`apply_plan` was called twice on one model. Apply all layers in one call: "
     "`apply_plan(model, [plan, overlay], mesh)`.",

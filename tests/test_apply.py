@@ -119,3 +119,10 @@ def test_deep_copy_and_autograd_grad(pool: Pool) -> None:
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=1,tp=2"])
 def test_partly_frozen(pool: Pool, mesh: str, trained: str) -> None:
     assert pool.run(2, apply_jobs.partly_frozen, mesh, trained) == [[], []]
+
+
+@pytest.mark.parametrize("what", apply_jobs.UNEXPECTED)
+@pytest.mark.parametrize("mesh", ["tp=2", "dp=1,tp=2"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_models_built_otherwise(pool: Pool, what: str, mesh: str, sequence_parallel: bool) -> None:
+    assert pool.run(2, apply_jobs.unexpected, what, mesh, sequence_parallel) == [[], []]

@@ -147,7 +147,7 @@ def test_sums_are_one_for_each_unit_that_has_some() -> None:
 
 def test_inner_units_come_first_and_the_later_line_decides(tmp_path: Path) -> None:
     text = 'fsdp:\n  units: {.layers.*.mlp: {reshard: true}, ".layers.*": {reshard: 4}, .layers.1: {reshard: false}}\n'
-    units = lowered(plan=overlay(tmp_path, text)).units
+    units = lowered(plan=overlay(tmp_path, text), mesh="dp=8,tp=2").units
     assert [(unit.fqn, unit.reshard) for unit in units] == [
         ("model.layers.0.mlp", True), ("model.layers.1.mlp", True), ("model.layers.0", 4), ("model.layers.1", False),
     ]  # fmt: skip

@@ -103,7 +103,7 @@ HARMLESS: list[Harmless] = [
     ("the head's input features cut and its logits summed", "TP SP", {
         "lm_head": ["rowwise_split_input", "{style: rowwise, input: replicate -> shard(-1)}"]}),
     ("the stream is replicate, so that nothing is converted", "TP", {
-        ".layers.0": ["", "null", "sequence_parallel", "{input: stream -> replicate}", "{output: stream -> replicate}"],
+        ".layers.0": ["", "null", "{input: stream -> replicate}", "{output: stream -> replicate}"],
         ".rotary_emb": ["{input: replicate -> stream}", "{input: stream -> replicate}",
                         "{output: stream -> replicate}"],
         **{ANY + block: ["{style: block, output: partial -> replicate}", "{style: block, input: replicate}"]

@@ -66,19 +66,21 @@ def _require_all_ranks(mesh: DeviceMesh) -> None:
 
 
 def checksum(parameter: Tensor) -> int:
-    """A 63-bit number that changes with any bit of ``parameter`` and with the order of its elements' rows.
+    """A 63-bit number that changes with the bits of ``parameter`` and with their order.
 
-    The temporary memory is one row of partial sums, not a copy of the parameter.
+    The sum of bits weighted by odd numbers that grow with the position, modulo 2^64. The temporary memory is one chunk,
+    not a copy of the parameter.
     """
-    rows = parameter.detach().reshape(parameter.shape[0] if parameter.ndim > 1 else 1, -1)
-    along = [_weighted(torch.hash_tensor(rows, dim=dim)) for dim in (0, 1)] if rows.numel() else [0]
-    return fingerprint((tuple(parameter.shape), str(parameter.dtype), along))
+    bits = parameter.detach().contiguous().view(-1).view(_INTEGERS[parameter.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for start in range(0, bits.numel(), CHUNK):
+        part = bits[start : start + CHUNK].to(torch.int64)
+        total += (part * torch.arange(2 * start + 1, 2 * (start + part.numel()), 2, device=bits.device)).sum()
+    return fingerprint((tuple(parameter.shape), str(parameter.dtype), int(total)))
 
 
-def _weighted(hashes: Tensor) -> int:
-    """Sum of position-weighted hashes, modulo 2^64."""
-    weights = torch.arange(1, 2 * hashes.numel(), 2, device=hashes.device)
-    return int((hashes.view(torch.int64) * weights).sum())
+CHUNK = 2**22  # elements: 32 MiB of 64-bit numbers
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _plan_fingerprint(compiled: CompiledPlan | None) -> int:

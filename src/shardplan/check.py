@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from shardplan.checks.gradients import check_gradients, check_ties
-from shardplan.checks.kinds import check_kinds, check_parameters
+from shardplan.checks.kinds import check_kinds, check_parameters, check_token_mixers, check_unknown_parameters
 from shardplan.checks.layouts import check_conversions, check_groups, check_places, check_repeats
 from shardplan.checks.matching import (
     check_architectures,
@@ -17,7 +17,7 @@ from shardplan.checks.matching import (
 from shardplan.checks.members import check_members, check_packed
 from shardplan.checks.options import check_dropout, check_options
 from shardplan.checks.side import check_side_parameters
-from shardplan.checks.sizes import check_dims, check_heads
+from shardplan.checks.sizes import check_dims, check_head_counts, check_heads
 from shardplan.checks.stream import check_stream
 from shardplan.checks.target import Target
 from shardplan.checks.units import check_units
@@ -32,6 +32,8 @@ CHECKS: tuple[Check, ...] = (
     check_claims,
     check_kinds,
     check_parameters,
+    check_unknown_parameters,
+    check_token_mixers,
     check_units,
     check_members,
     check_packed,
@@ -43,6 +45,7 @@ CHECKS: tuple[Check, ...] = (
     check_gradients,
     check_ties,
     check_heads,
+    check_head_counts,
     check_dims,
     check_side_parameters,
     check_options,

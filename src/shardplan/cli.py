@@ -45,10 +45,10 @@ class Request:
         return read_plan([name, *(Path(overlay) for overlay in self.overlays)])
 
     def models(self, plan: Plan) -> tuple[str, ...]:
-        return (self.model,) if self.model else plan.reference.models
+        return (self.model,) if self.model is not None else plan.reference.models
 
     def meshes(self, plan: Plan) -> tuple[MeshSpec, ...]:
-        return tuple(map(parse_mesh, (self.mesh,) if self.mesh else plan.reference.meshes))
+        return tuple(map(parse_mesh, (self.mesh,) if self.mesh is not None else plan.reference.meshes))
 
     def modes(self, plan: Plan) -> tuple[bool, ...]:
         """The mode that was asked for, or both. A plan without a word of the stream has only one."""

@@ -109,6 +109,7 @@ CODES = {
     "SP207": "one activation sent more often than needed",
     "SP208": "a whole parameter that covers cut heads or features",
     "SP209": "dropout over tp ranks",
+    "SP210": "attention that counts heads by an attribute",
     # the mesh and the call
     "SP301": "a mesh that cannot be used",
     "SP302": "the model already has a plan applied",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from inspect import getsource, isfunction, unwrap
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -36,11 +39,16 @@ class ParameterInfo:
 
 @dataclass(frozen=True, slots=True)
 class HeadInfo:
-    """How an attention module divides its width: ``heads`` query and ``kv_heads`` key-value heads of ``head_dim``."""
+    """How an attention module divides its width: ``heads`` query and ``kv_heads`` key-value heads of ``head_dim``.
+
+    ``hard_coded`` names attributes that hold a number of heads and that its methods use: on a rank with fewer heads
+    they are wrong.
+    """
 
     heads: int
     kv_heads: int
     head_dim: int
+    hard_coded: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +81,7 @@ class Inventory:
         modules: every module once; the model itself has the fqn "".
         embedding, head: fqns of the input embedding and of the module that computes logits, where the model tells.
         attention: the attention implementation that the model is configured for.
+        own_forward: whether the model's forward is a user's, not transformers'; what its head reads is then unknown.
         dropout: the probabilities above zero in its config, by name.
         sliding_window: whether its config names a sliding window, which needs a mask.
     """
@@ -83,6 +92,7 @@ class Inventory:
     head: str | None
     attention: str | None
     sliding_window: bool
+    own_forward: bool
     dropout: tuple[tuple[str, float], ...]
 
     @cached_property
@@ -119,6 +129,7 @@ def take_inventory(model: nn.Module) -> Inventory:
         head=fqns.get(id(_call(model, "get_output_embeddings"))),
         attention=getattr(config, "_attn_implementation", None),
         sliding_window=bool(getattr(_text_config(config), "sliding_window", None)),
+        own_forward=not unwrap(innermost.forward).__module__.startswith("transformers."),
         dropout=_dropout(_text_config(config)),
     )
 
@@ -181,13 +192,30 @@ def _module_info(fqn: str, outermost: str, path: str, module: nn.Module, nn: Any
     )
 
 
-def _head_info(module: nn.Module) -> HeadInfo | None:
+def _head_info(module: Any) -> HeadInfo | None:
     """transformers' attention modules carry their config and ``head_dim``; a module without either has no heads."""
     config, head_dim = getattr(module, "config", None), getattr(module, "head_dim", None)
     heads = getattr(config, "num_attention_heads", None)
     if not isinstance(head_dim, int) or not isinstance(heads, int):
         return None
-    return HeadInfo(heads, getattr(config, "num_key_value_heads", None) or heads, head_dim)
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    counts = {name for name, value in vars(module).items() if type(value) is int and value in {heads, kv_heads} - {1}}
+    named = {name for name in counts if "head" in name and "dim" not in name and "group" not in name}
+    return HeadInfo(heads, kv_heads, head_dim, tuple(sorted(named & _used_by_methods(module.__class__))))
+
+
+@cache
+def _used_by_methods(cls: type) -> frozenset[str]:
+    """Attributes of ``self`` that a class's methods use, ``__init__`` aside; as far as their sources are there."""
+    used: set[str] = set()
+    for owner in cls.__mro__:
+        if owner.__module__.startswith("torch.") or owner is object:
+            continue
+        for name, method in vars(owner).items():
+            if isfunction(method) and name != "__init__":
+                with suppress(OSError):  # a class typed at a prompt has no source
+                    used.update(re.findall(r"\bself\.(\w+)", getsource(unwrap(method))))
+    return frozenset(used)
 
 
 def _call(model: nn.Module, accessor: str) -> nn.Module | None:

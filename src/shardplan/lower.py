@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from shardplan.compiled import CompiledModule, CompiledParameter, CompiledPlan, CompiledUnit, Head
 from shardplan.edges import GATHER_FOR_HEAD, HEAD_AFTER_GATHER, Edge, lower_edge
+from shardplan.inventory import ancestors
 from shardplan.layouts import REPLICATE, Conversion, shard
 from shardplan.mesh import MeshSpec
 from shardplan.residual import ResidualStream, input_conversion, output_conversion
@@ -31,12 +32,13 @@ def lower(resolved: ResolvedPlan, mesh: MeshSpec, *, sequence_parallel: bool) ->
     stream = ResidualStream(resolved)
     head = _head(resolved)
     modules = tuple(_module(module, is_head=head is not None and module.fqn == head.fqn) for module in resolved.modules)
+    coupled = _head_reads_gather(resolved, stream)
     return CompiledPlan(
         name=plan.name,
         model=resolved.inventory.architectures[0],
         mesh=mesh,
         sequence_parallel=sequence_parallel and mesh.tp > 1,
-        modules=_couple_head(modules, stream.gather, head.fqn) if stream.gather and head else modules,
+        modules=_couple_head(modules, stream.gather, head.fqn) if coupled and stream.gather and head else modules,
         decoder=stream.decoder,
         gather=stream.gather,
         cut_by_embedding=stream.cut_by_embedding,
@@ -57,6 +59,25 @@ def _edge(conversion: Conversion | None, *, read_in_parts: bool) -> Edge | None:
         return None
     edge = lower_edge(conversion, read_in_parts=read_in_parts)
     return edge if edge.whole or edge.cut else None
+
+
+def _head_reads_gather(resolved: ResolvedPlan, stream: ResidualStream) -> bool:
+    """Whether the head's input is known to be the gathered stream.
+
+    It is in transformers' own forward, unless something else with parameters stands beside the head.
+    """
+    inventory, decoder = resolved.inventory, stream.decoder
+    if inventory.own_forward or inventory.head is None or decoder is None:
+        return False
+    beside = next(ancestors(inventory.head), "")
+    others = {_child_of(m.fqn, beside) for m in inventory.modules if m.parameters and m.fqn != inventory.head}
+    return others <= {decoder, *ancestors(decoder)}
+
+
+def _child_of(fqn: str, parent: str) -> str:
+    """The direct child of ``parent`` that ``fqn`` is or lies in."""
+    prefix = f"{parent}." if parent else ""
+    return prefix + fqn.removeprefix(prefix).partition(".")[0]
 
 
 def _couple_head(modules: tuple[CompiledModule, ...], gather: str, head: str) -> tuple[CompiledModule, ...]:
@@ -122,7 +143,7 @@ def _gradient(style: Style | None, module: ResolvedModule, *, replicated: bool) 
     """Inside a block whatever is not split works on one rank's part, whichever way it came to be replicated."""
     if not replicated or style is None or style.split is not Split.NONE:
         return Gradient.COMPLETE
-    return Gradient.PARTIAL if module.block is not None else style.gradient
+    return Gradient.PARTIAL if module.inside is not None else style.gradient
 
 
 def _head(resolved: ResolvedPlan) -> Head | None:

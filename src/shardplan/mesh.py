@@ -106,6 +106,18 @@ def _problems(spec: MeshSpec) -> Iterator[tuple[str, str]]:
         elif name not in KNOWN and size > 1:
             yield f"axis '{name}' of size {size} in mesh '{spec}' is not one that a plan uses", _unknown_axis_hint(name)
     yield from _dp_problems(spec, names)
+    yield from _order_problems(spec)
+
+
+def _order_problems(spec: MeshSpec) -> Iterator[tuple[str, str]]:
+    """FSDP2 shards what tp has split, so its axes stand before tp; replicas are outermost."""
+    names = [name for name, size in spec.axes if name in KNOWN and (size > 1 or name in SHARDING)]
+    wanted = sorted(names, key=lambda name: (name == TP) - (name == REPLICATE))
+    if names != wanted:
+        yield (
+            f"the axes of mesh '{spec}' stand in an order in which FSDP2's parameters cannot be gathered",
+            f"order them {', '.join(wanted)}",
+        )
 
 
 def _dp_problems(spec: MeshSpec, names: list[str]) -> Iterator[tuple[str, str]]:

@@ -84,6 +84,12 @@ class ResolvedModule:
     def fqn(self) -> str:
         return self.info.fqn
 
+    @property
+    def inside(self) -> str | None:
+        """The block between whose edges the module's own parameters are used: around it, or the module itself."""
+        opens = self.style is not None and self.style.opens_block
+        return self.fqn if opens else self.block
+
 
 @dataclass(frozen=True, slots=True)
 class Tie:

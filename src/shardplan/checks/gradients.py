@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from shardplan.checks.kinds import mixes_tokens
 from shardplan.checks.members import left_whole
 from shardplan.checks.names import general
 from shardplan.checks.target import Target, listed
@@ -27,7 +28,7 @@ def check_gradients(target: Target) -> Iterator[Diagnostic]:
                 continue
             if module.fqn in whole or target.explained(parameter.info.fqn):
                 continue
-            fault = _fault(target, module, style, in_parts=not between.isdisjoint(ancestors(module.fqn)))
+            fault = _fault(target, module, style, in_parts=not between.isdisjoint((module.fqn, *ancestors(module.fqn))))
             if fault:
                 faults.setdefault((rule.where, *fault), []).append(general(parameter.info.fqn))
     for (where, reason, hint), names in faults.items():
@@ -45,10 +46,10 @@ def check_gradients(target: Target) -> Iterator[Diagnostic]:
 
 def _fault(target: Target, module: ResolvedModule, style: Style, *, in_parts: bool) -> tuple[str, str] | None:
     """What is wrong with the gradient that ``style`` declares where the module stands, and what to do."""
-    if module.block is not None:
+    if module.inside is not None:
         if style.gradient is Gradient.STREAM:
             return (
-                f"{style.name} stands inside block {general(module.block)}, off the residual stream",
+                f"{style.name} stands inside block {general(module.inside)}, off the residual stream",
                 "use replicated_with_grad_allreduce: inside a block each rank sees its part of the work only",
             )
         return None
@@ -60,19 +61,20 @@ def _fault(target: Target, module: ResolvedModule, style: Style, *, in_parts: bo
             f"{_named(style)} does not sum that",
             f"use replicated_with_grad_allreduce, or make {general(next(ancestors(module.fqn), ''))} a block",
         )
-    on_stream = target.stream.carries(module.fqn)
+    on_stream = target.stream.carries(module.fqn) or module in target.stream.gathers
     if style.gradient is Gradient.PARTIAL:
         return (
             f"each rank has the whole of it there, and {_named(style)} adds them up",
             "use sequence_parallel" if on_stream else "use null",
         )
-    gathers = target.stream.gathers if target.sequence_parallel else ()
-    if style.gradient is Gradient.STREAM and not on_stream and gathers and module not in gathers:
+    ends = target.sequence_parallel and bool(target.stream.gathers)
+    in_decoder = target.stream.decoder is not None and module.fqn.startswith(f"{target.stream.decoder}.")
+    if style.gradient is Gradient.STREAM and not (on_stream or in_decoder) and ends:
         return f"{style.name} stands where the residual stream does not run", "use null: its gradient is complete there"
     if on_stream and target.sequence_parallel and style.gradient is Gradient.COMPLETE:
         return (
             f"{_named(style)} runs on the cut residual stream, where each rank sees its part of the sequence only",
-            "use sequence_parallel",
+            "make it a block" if mixes_tokens(target, module) else "use sequence_parallel",
         )
     return None
 

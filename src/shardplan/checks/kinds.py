@@ -9,7 +9,7 @@ from shardplan.checks.target import Target, listed
 from shardplan.diagnostics import Diagnostic
 from shardplan.lower import split_dim
 from shardplan.resolve import ResolvedModule
-from shardplan.styles import Split, Style
+from shardplan.styles import Gradient, Split, Style
 
 
 def check_kinds(target: Target) -> Iterator[Diagnostic]:
@@ -26,6 +26,56 @@ def check_kinds(target: Target) -> Iterator[Diagnostic]:
             expected=f"style {style.name} on a module of kind {listed([kind.value for kind in style.kinds], 'or')}",
             hint=_fitting(target, module, style),
         )
+
+
+def check_unknown_parameters(target: Target) -> Iterator[Diagnostic]:
+    """SP105: a style that splits knows every parameter of its module: a subclass may own more than weight and bias."""
+    seen: set[tuple[str, str]] = set()
+    for module in target.resolved.modules:
+        style, rule = module.style, module.rule
+        if style is None or rule is None or style.split is Split.NONE or module in target.faulty.unfit:
+            continue
+        for parameter in module.parameters:
+            fqn = general(parameter.info.fqn)
+            if parameter.info.name in ("weight", "bias") or (fqn, style.name) in seen:
+                continue
+            seen.add((fqn, style.name))
+            yield Diagnostic(
+                "SP105",
+                f"style {style.name} knows weight and bias, but {module.info.class_name} has a parameter "
+                f"{parameter.info.name} of its own, {fqn}",
+                where=rule.where,
+                subject=fqn,
+                expected="a linear or an embedding without further parameters",
+                hint="register a style of your own for this class",
+            )
+
+
+def check_token_mixers(target: Target) -> Iterator[Diagnostic]:
+    """SP105: on the cut stream each rank has a part of the tokens, and attention there would see only those."""
+    seen: set[str] = set()
+    for module in target.resolved.modules:
+        style, rule = module.style, module.rule
+        on_stream = style is not None and rule is not None and style.gradient is Gradient.STREAM
+        if on_stream and rule and mixes_tokens(target, module) and general(module.fqn) not in seen:
+            seen.add(general(module.fqn))
+            yield Diagnostic(
+                "SP105",
+                f"{general(module.fqn)} holds attention, which mixes tokens; under sequence_parallel each rank would "
+                "see only its part of them",
+                where=rule.where,
+                subject=general(module.fqn),
+                expected="sequence_parallel on modules that treat each token alone: norms",
+                hint="make it a block, which gathers the sequence on its way in",
+            )
+
+
+def mixes_tokens(target: Target, module: ResolvedModule) -> bool:
+    """Whether a module is attention, or holds some."""
+    prefix = f"{module.fqn}."
+    return module.info.attention is not None or any(
+        other.attention is not None and other.fqn.startswith(prefix) for other in target.resolved.inventory.modules
+    )
 
 
 def _fitting(target: Target, module: ResolvedModule, style: Style) -> str:

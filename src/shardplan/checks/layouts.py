@@ -9,6 +9,7 @@ from shardplan.checks.names import general, last
 from shardplan.checks.target import Target, listed
 from shardplan.diagnostics import Diagnostic, Severity
 from shardplan.edges import Edge, UnsupportedConversionError, lower_edge
+from shardplan.inventory import ancestors
 from shardplan.layouts import REPLICATE, STREAM, Conversion, Layout
 from shardplan.residual import input_conversion, output_conversion
 from shardplan.resolve import ResolvedModule
@@ -63,7 +64,8 @@ def _inside(target: Target, group: Group) -> Iterator[Diagnostic]:
     repeated: dict[tuple[str, int], list[ResolvedModule]] = {}
     for member in target.resolved.children(group.owner.fqn):
         taken, given = input_conversion(member), output_conversion(member)
-        if taken and taken.source != FEATURES and _communicates(member, taken):
+        takes_features = taken is not None and taken.source == FEATURES and member.info.kind is Kind.LINEAR
+        if taken and not takes_features and _communicates(member, taken):
             repeated.setdefault(("input", id(member.rule)), []).append(member)
         if given and _communicates(member, given) and not (ends and given.target == ends.source == REPLICATE):
             repeated.setdefault(("output", id(member.rule)), []).append(member)
@@ -95,12 +97,14 @@ def check_places(target: Target) -> Iterator[Diagnostic]:
             continue
         if module.info.kind is Kind.LINEAR and _cut_features(module) and module.fqn != target.resolved.inventory.head:
             if module.fqn not in grouped:
-                continue  # its group is at fault already
+                if not _group_is_at_fault(target, module):
+                    yield from (fault(target, module, text, wanted) for text, wanted in _misplaced(target, module))
+                continue
             group, member = grouped[module.fqn]
             if _misplaced(target, module, skip=(member.takes == FEATURES, member.gives == FEATURES)):
                 lonely.setdefault(general(group.owner.fqn), []).append((group, member))
             continue
-        for message, expected in _misplaced(target, module):
+        for message, expected in (*_misplaced(target, module), *_converts_around_blocks(target, module)):
             yield fault(target, module, message, expected)
     for name, entries in lonely.items():
         members = list(dict.fromkeys(member.name for _, member in entries))
@@ -111,6 +115,26 @@ def check_places(target: Target) -> Iterator[Diagnostic]:
             "stream -> replicate before them, partial -> stream behind",
             f"add `{target.spell(name)}: block`",
         )
+
+
+def _converts_around_blocks(target: Target, module: ResolvedModule) -> list[tuple[str, str]]:
+    """A layer may not gather the stream for blocks inside it, which gather for themselves."""
+    prefix = f"{module.fqn}."
+    if _opens_block(module) or not target.stream.carries(module.fqn):
+        return []
+    if not any(m.fqn.startswith(prefix) and _opens_block(m) for m in target.resolved.modules):
+        return []
+    taken, given = input_conversion(module), output_conversion(module)
+    inner = [end for end in (taken.target if taken else None, given.source if given else None) if end]
+    message = f"{general(module.fqn)} converts the stream around blocks that convert it themselves"
+    return [(message, "the stream inside it")] if any(not _same(target, end, STREAM) for end in inner) else []
+
+
+def _group_is_at_fault(target: Target, module: ResolvedModule) -> bool:
+    """Whether a sibling's rule is at fault, so that nothing is known yet of what they exchange."""
+    around = next(ancestors(module.fqn), "")
+    siblings = (m.fqn for m in target.resolved.modules if m.fqn and next(ancestors(m.fqn)) == around)
+    return any(target.explained(fqn) for fqn in siblings)
 
 
 def _misplaced(

@@ -32,17 +32,45 @@ def check_heads(target: Target) -> Iterator[Diagnostic]:
         )
 
 
+def check_head_counts(target: Target) -> Iterator[Diagnostic]:
+    """SP210: attention whose methods count all heads by an attribute, where a rank has only some of them."""
+    for module in _with_cut_heads(target) if target.mesh.has_tp else ():
+        heads = module.info.attention
+        projections = [
+            m for m in target.resolved.modules if next(ancestors(m.fqn), None) == module.fqn and _cuts_output(m)
+        ]
+        if heads is not None and heads.hard_coded and len(projections) > 1:  # a packed one is reported as such
+            name, attributes = general(module.fqn), listed([f"self.{attribute}" for attribute in heads.hard_coded])
+            yield Diagnostic(
+                "SP210",
+                f"{name}, a {module.info.class_name}, shapes its activations by {attributes}, "
+                f"the number of all {heads.heads} heads",
+                where=module.rule.where if module.rule else target.resolved.plan.where,
+                subject=name,
+                expected="attention that takes the number of heads from its activations: view(..., -1, head_dim)",
+                hint="write it so in the model, or replicate the attention with null, without a block around it",
+            )
+
+
 def _torn(target: Target) -> list[ResolvedModule]:
     """Attention modules with cut linears inside whose heads tp does not divide."""
-    cut = (m.fqn for m in target.resolved.modules if m.style is not None and m.style.split is Split.OUTPUT)
-    around = {above for fqn in cut for above in ancestors(fqn)}
+    tp = target.mesh.tp
     return [
         module
-        for module in target.resolved.modules
-        if module.fqn in around
-        and (heads := module.info.attention) is not None
-        and (heads.heads % target.mesh.tp or heads.kv_heads % target.mesh.tp)
+        for module in _with_cut_heads(target)
+        if (heads := module.info.attention) is not None and (heads.heads % tp or heads.kv_heads % tp)
     ]
+
+
+def _cuts_output(module: ResolvedModule) -> bool:
+    return module.style is not None and module.style.split is Split.OUTPUT
+
+
+def _with_cut_heads(target: Target) -> list[ResolvedModule]:
+    """Attention modules with cut linears inside."""
+    cut = (m.fqn for m in target.resolved.modules if _cuts_output(m))
+    around = {above for fqn in cut for above in ancestors(fqn)}
+    return [module for module in target.resolved.modules if module.fqn in around and module.info.attention]
 
 
 @dataclass(slots=True)

@@ -48,7 +48,7 @@ def _counted_from_a_part(target: Target) -> Iterator[Diagnostic]:
     inventory = target.resolved.inventory
     embedding = target.resolved.by_fqn[inventory.embedding or ""]
     where = _where(target, embedding)
-    first = target.spell(f"{target.stream.layers}.0")
+    first = target.spell(f"{target.stream.layers or 'layers'}.0")
     cut_later = f"cut the stream at the first decoder layer instead: `{first}: {{input: replicate -> stream}}`"
     if inventory.attention not in MASKLESS_ATTENTION or inventory.sliding_window:
         built = "a sliding window" if inventory.sliding_window else f"{inventory.attention} attention"

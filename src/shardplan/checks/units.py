@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 
 from shardplan.checks.names import general
 from shardplan.checks.target import Target, listed
-from shardplan.diagnostics import Diagnostic
+from shardplan.diagnostics import Diagnostic, Location
 from shardplan.inventory import ancestors
-from shardplan.plan import Unit
+from shardplan.plan import Recompute, Unit
 from shardplan.resolve import Matched
 
 
 def check_units(target: Target) -> Iterator[Diagnostic]:
     """SP109: FSDP2 units are modules that run, and no unit separates tied parameters."""
     for matched in target.resolved.units:
-        yield from _containers(target, matched)
+        yield from _containers(target, matched, "FSDP2 cannot wrap")
+        yield from _reshard(target, matched.line.reshard, matched.line.where, matched.line.pattern.text)
+    yield from _reshard(target, target.resolved.plan.root_reshard, target.resolved.plan.where, "root")
+    yield from _whole_model(target)
+    for entry in target.resolved.recompute:
+        yield from _containers(target, entry, "nothing can be recomputed at")
     units = {fqn for matched in target.resolved.units for fqn in matched.fqns}
-    for group in target.resolved.inventory.ties:
+    for group in target.resolved.inventory.ties if target.mesh.has_dp else ():
         around = {parameter.fqn: _unit_around(parameter.fqn, units) for parameter in group}
         if len(set(around.values())) > 1:
             places = [f"{fqn} in {unit or 'the outermost unit'}" for fqn, unit in around.items()]
@@ -36,13 +42,41 @@ def _unit_around(parameter: str, units: set[str]) -> str:
     return next((fqn for fqn in ancestors(parameter) if fqn in units), "")
 
 
-def _containers(target: Target, matched: Matched[Unit]) -> Iterator[Diagnostic]:
+def _reshard(target: Target, reshard: bool | int | None, where: Location, subject: str) -> Iterator[Diagnostic]:
+    """A number reshards over that many ranks, which must divide those that FSDP2 shards over."""
+    ranks = prod(size for name, size in target.mesh.axes if name in target.mesh.shard_axes)
+    if type(reshard) is int and target.mesh.has_dp and (reshard >= ranks or ranks % reshard):
+        degrees = [str(n) for n in range(2, ranks) if ranks % n == 0]
+        yield Diagnostic(
+            "SP109",
+            f"reshard: {reshard} for {subject} does not divide the {ranks} ranks that FSDP2 shards over",
+            where=where,
+            subject=subject,
+            expected=f"true, false{', or one of ' + ', '.join(degrees) if degrees else ''}",
+            hint="true frees the parameters after the forward, false keeps them",
+        )
+
+
+def _whole_model(target: Target) -> Iterator[Diagnostic]:
+    for matched in target.resolved.units:
+        if "" in matched.fqns:
+            yield Diagnostic(
+                "SP109",
+                f"{matched.line.pattern.text} is the model itself, which is always the outermost unit",
+                where=matched.line.where,
+                subject=matched.line.pattern.text,
+                expected="units inside the model",
+                hint="remove it; its options go under `fsdp: {root: {...}}`",
+            )
+
+
+def _containers(target: Target, matched: Matched[Unit] | Matched[Recompute], cannot: str) -> Iterator[Diagnostic]:
     for fqn in matched.fqns:
         module = target.resolved.inventory.by_fqn[fqn]
         if module.container:
             yield Diagnostic(
                 "SP109",
-                f"FSDP2 cannot wrap {general(fqn)}, a {module.class_name}: its forward never runs",
+                f"{cannot} {general(fqn)}, a {module.class_name}: its forward never runs",
                 where=matched.line.where,
                 subject=general(fqn),
                 expected="modules that are called in the forward",
