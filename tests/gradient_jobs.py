@@ -167,18 +167,6 @@ def non_finite(value: float, order: float) -> float:
     return get_grad_norm(parameter_with(part_of(torch.tensor([1.0, 1.0, value, 1.0]), mesh, Shard(0))), norm_type=order)
 
 
-def tp_before_dp() -> tuple[float, float, bool]:
-    """A mesh whose axes FSDP2 takes in another order: our norm, the exact one, and whether torch 2.13 has none."""
-    model, _ = applied(parity.Case("llama", "tp=2,dp=2", sequence_parallel=True))
-    ours = get_grad_norm(model.parameters())
-    expected = exact_norm([parity.whole(p.grad) for p in model.parameters() if p.grad is not None], 2)
-    try:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    except KeyError:
-        return ours, expected, True
-    return ours, expected, False
-
-
 # ---------------------------------------------------------------- reduce dtype
 
 

@@ -62,12 +62,6 @@ def test_non_finite_on_one_rank_is_so_on_all(pool: Pool, value: float, order: fl
     assert [str(norm) for norm in pool.run(2, gradient_jobs.non_finite, value, order)] == [str(value)] * 2
 
 
-def test_tp_before_dp(pool: Pool) -> None:
-    for ours, expected, torch_raises in pool.run(4, gradient_jobs.tp_before_dp):
-        assert relative(ours, expected) <= tolerances.OWN_NORM
-        assert torch_raises
-
-
 @pytest.mark.parametrize(("reduce_dtype", "value"), [(torch.float32, 1.0009765625), (torch.bfloat16, 1.0)])
 @pytest.mark.parametrize("mesh", ["dp=1,tp=2", "dp=2,tp=2"])
 def test_a_norms_gradient_is_summed_in_the_reduce_dtype(
