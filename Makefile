@@ -4,11 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test check lint types quick-tests format schema clean
+.PHONY: help demo test parity check lint types quick-tests format schema golden clean
 
 help:
 	@echo "make demo    check the shipped plans, then train a tiny Llama on 4 processes and on one, and compare"
 	@echo "make test    all tests"
+	@echo "make parity  the parity contract in every combination, about an hour; writes docs/parity.md"
 	@echo "make check   lint, format, types, and the tests that need no processes"
 	@echo "make format  rewrite the sources as ruff wants them"
 	@echo "make schema  write schemas/plan.schema.json anew"
@@ -24,6 +25,9 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest
+
+parity: $(READY)
+	$(BIN)/python tests/full_parity.py
 
 check: $(READY)
 	@$(MAKE) --no-print-directory --jobs 2 lint types quick-tests
