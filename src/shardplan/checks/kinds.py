@@ -8,6 +8,7 @@ from shardplan.checks.names import general
 from shardplan.checks.target import Target, listed
 from shardplan.diagnostics import Diagnostic
 from shardplan.lower import split_dim
+from shardplan.plan import Rule
 from shardplan.resolve import ResolvedModule
 from shardplan.styles import Gradient, Split, Style
 
@@ -26,6 +27,26 @@ def check_kinds(target: Target) -> Iterator[Diagnostic]:
             expected=f"style {style.name} on a module of kind {listed([kind.value for kind in style.kinds], 'or')}",
             hint=_fitting(target, module, style),
         )
+
+
+def _directly(target: Target, claim: Rule) -> tuple[str, ...]:
+    """The names that a rule's own pattern matches."""
+    return next(matched.fqns for matched in target.resolved.rules if matched.line is claim)
+
+
+def _contradiction(module: ResolvedModule, claim: Rule) -> Diagnostic:
+    """A rule that decides nothing about parameters on top of one that splits them."""
+    rule, style, fqn = module.rule, module.style, general(module.fqn)
+    assert rule is not None
+    said = f"style {style.name}" if style is not None else "its rule"
+    return Diagnostic(
+        "SP105",
+        f"{said} on {fqn} decides nothing about its parameters, which {claim.pattern} ({claim.where}) would split",
+        where=rule.where,
+        subject=fqn,
+        expected="one rule that says how the module is split and what its edges are",
+        hint=f"write both in one: `{fqn}: {{style: {claim.style}, ...}}`",
+    )
 
 
 def check_unknown_parameters(target: Target) -> Iterator[Diagnostic]:
@@ -100,6 +121,9 @@ def check_parameters(target: Target) -> Iterator[Diagnostic]:
             written = split_dim(parameter.style, module, parameter.info.name)
             due = split_dim(module.style, module, parameter.info.name)
             if written == due:
+                continue
+            if module.rule is not None and parameter.info.fqn not in _directly(target, claim):
+                yield _contradiction(module, claim)
                 continue
             splits = parameter.style.split is not Split.NONE
             yield Diagnostic(
