@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardplan.agreement import equal_on_ranks, fingerprint
+from shardplan.agreement import checksum, equal_on_ranks, fingerprint
 from shardplan.mesh import REPLICATE, SHARDING, TP, mesh_spec
 
 _PLAIN = (type(None), bool, int, float, str, bytes)
@@ -39,7 +37,7 @@ def require_same_batch(batch: Any, mesh: DeviceMesh) -> None:
 
     Nothing else notices: each rank of a tp group would compute its part of another forward, and the sums would be of
     no model. Every rank of the mesh must call it. Only checksums travel, in two all-reduces over tp and one over each
-    axis; the batch is copied to the host, so call it for the first batches, or now and then.
+    axis; the host waits for each tensor's, so call it for the first batches, or now and then.
 
     Args:
         batch: tensors, and plain numbers and strings, in mappings, lists and tuples of any depth.
@@ -69,15 +67,9 @@ def _problem(leaves: dict[str, Any], tp: DeviceMesh) -> str | None:
     for name, leaf in leaves.items():
         if not isinstance(leaf, (Tensor, *_PLAIN)) or isinstance(leaf, DTensor):
             return f"the batch holds {type(leaf).__name__} under '{name}', which cannot be compared"
-    numbers = [fingerprint(_facts(leaf) if isinstance(leaf, Tensor) else leaf) for leaf in leaves.values()]
+    numbers = [checksum(leaf) if isinstance(leaf, Tensor) else fingerprint(leaf) for leaf in leaves.values()]
     different = [name for name, equal in zip(leaves, equal_on_ranks(numbers, tp), strict=True) if not equal]
     return f"ranks of one tp group received different batches: {', '.join(different)}" if different else None
-
-
-def _facts(tensor: Tensor) -> tuple[str, str, str]:
-    """Shape, dtype and a digest of every byte: `agreement.checksum` is for weights, and token ids cancel out in it."""
-    bytes_ = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return str(tuple(tensor.shape)), str(tensor.dtype), hashlib.sha256(bytes_).hexdigest()
 
 
 def _leaves(node: Any, name: str) -> Iterator[tuple[str, Any]]:
