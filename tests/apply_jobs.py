@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -84,6 +86,16 @@ def _on_tp(plan: Any = "llama", **options: Any) -> Callable[[nn.Module], Any]:
     return lambda model: apply_plan(model, plan, parity.build_mesh("tp=2"), **options)
 
 
+def _file(text: str) -> Callable[[nn.Module], Any]:
+    def call(model: nn.Module) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "plan.yaml"
+            path.write_text(text)
+            apply_plan(model, path, parity.build_mesh("tp=2"))
+
+    return call
+
+
 PREPARATIONS: dict[str, Callable[[nn.Module], None]] = {
     "unequal weights": _unequal_weights,
     "permuted rows": _permuted_rows,
@@ -101,6 +113,11 @@ REFUSED_CALLS: dict[str, Callable[[nn.Module], Any]] = {
     "a missing file": _on_tp("nowhere.yaml"),
     "a directory": _on_tp("/"),
     "no shipped plan of that name": _on_tp("lama"),
+    "not YAML": _file("format: 1\nrules: {a: [\n"),
+    "a YAML list": _file("- format: 1\n"),
+    "an empty file": _file(""),
+    "an unknown key": _file("format: 1\nrulez: {}\n"),
+    "a wrong type": _file("format: 1\nrules: [a, b]\n"),
     "an empty dict": _on_tp({}),
     "a dict of numbers": _on_tp({"model.norm": 3}),
     "an unknown style": _on_tp(["llama", {".layers.*.mlp.up_proj": "colwize"}]),
@@ -340,3 +357,12 @@ def unexpected(what: str, mesh: str, sequence_parallel: bool) -> list[str]:
         actual = parity.step(sharded, inputs, targets)
         faults += parity._same_logits(expected.logits, parity.whole(actual.logits))
     return faults + list(parity.same_gradients(reference, sharded))
+
+
+def largest_logit_difference(positions: str) -> float:
+    """C35: sequence parallel; positions absent, given, or restarting as packed sequences have them."""
+    inputs, _ = parity.make_inputs(parity.Batch(positions=positions))
+    reference = tiny_models.build("llama")
+    sharded = apply_plan(tiny_models.build("llama"), "llama", parity.build_mesh("tp=2"), sequence_parallel=True)
+    with torch.no_grad():
+        return (reference(**inputs).logits - parity.whole(sharded(**inputs).logits)).abs().max().item()

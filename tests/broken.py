@@ -36,6 +36,11 @@ def _nothing(*args: Any) -> None:
     return None
 
 
+def _gather_twice(x: Any, dim: int, ranks: Any) -> Any:
+    collectives.all_gather(x, dim, ranks)
+    return collectives.all_gather(x, dim, ranks)
+
+
 def _only_the_first(layers: Any) -> list[Any]:
     return [layers] if isinstance(layers, str) else []
 
@@ -49,6 +54,7 @@ BREAKAGES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "skip the sum of replicated gradients, FSDP2": lambda: patch("shardplan.apply.sum_in_units", _nothing),
     "untie a weight": lambda: patch.object(style.LocalStyle, "_place", _place_without_memory),
     "ignore the FSDP2 units": lambda: patch("shardplan.lower._units", lambda matched: ()),
+    "gather twice": lambda: patch.dict(collectives.OPERATIONS, all_gather=_gather_twice),
     "sum in each linear": lambda: patch("shardplan.lower.input_conversion", _own_input_inside_blocks),
     "add a row-wise bias on every rank": lambda: patch.object(local, "_share", lambda factor, x: x),
     "count a whole stream's gradients tp times": lambda: patch.object(

@@ -11,6 +11,7 @@ replaced, because what a failed job leaves behind is anybody's guess.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -168,12 +169,17 @@ def _serve(connection: Connection, stacks: str) -> None:
     faulthandler.register(signal.SIGUSR1, file=Path(stacks).open("w"), all_threads=True)  # noqa: SIM115
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host name that does not resolve costs seconds
+    gc.collect()
+    gc.freeze()  # what was imported stays: collecting after a job looks at the job's objects only
     while True:
         try:
             job = connection.recv_bytes()
         except EOFError:
             return
-        connection.send_bytes(_perform(job))
+        outcome = _perform(job)
+        # Models and meshes are cycles, and keep their groups' threads alive until they are collected.
+        gc.collect()
+        connection.send_bytes(outcome)
 
 
 def _perform(job: bytes) -> bytes:

@@ -2,6 +2,7 @@
 
 import os
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -47,3 +48,14 @@ def die_on(rank: int) -> None:
 
 def return_a_function() -> object:
     return lambda: None
+
+
+def os_threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def keep_a_mesh_in_a_cycle() -> None:
+    """As a model with hooks that hold its mesh does."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    cycle: list[object] = [mesh, mesh["tp"]]
+    cycle.append(cycle)

@@ -1,9 +1,12 @@
 """`apply_plan`: what it refuses leaves the model as it was; what it accepts has the properties promised."""
 
 import pytest
+import torch
+from transformers import OPTConfig, OPTForCausalLM
 
 import apply_jobs
 from pool import Pool
+from shardplan import PlanError, check_plan
 
 REFUSALS = {
     "unequal weights": ["SP303"],
@@ -16,6 +19,11 @@ REFUSALS = {
     "a missing file": ["SP001"],
     "a directory": ["SP001"],
     "no shipped plan of that name": ["SP001"],
+    "not YAML": ["SP002"],
+    "a YAML list": ["SP008"],
+    "an empty file": ["SP012"],
+    "an unknown key": ["SP007"],
+    "a wrong type": ["SP008"],
     "an empty dict": ["SP008"],
     "a dict of numbers": ["SP008"],
     "an unknown style": ["SP101"],
@@ -126,3 +134,15 @@ def test_partly_frozen(pool: Pool, mesh: str, trained: str) -> None:
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_models_built_otherwise(pool: Pool, what: str, mesh: str, sequence_parallel: bool) -> None:
     assert pool.run(2, apply_jobs.unexpected, what, mesh, sequence_parallel) == [[], []]
+
+
+@pytest.mark.parametrize("positions", ["absent", "given", "restarting"])
+def test_c35_positions_under_sequence_parallel(pool: Pool, positions: str) -> None:
+    assert max(pool.run(2, apply_jobs.largest_logit_difference, positions)) <= 1e-6
+
+
+def test_auto_says_when_no_plan_is_shipped() -> None:
+    with torch.device("meta"):
+        model = OPTForCausalLM(OPTConfig(num_hidden_layers=1))
+    with pytest.raises(PlanError, match="no plan is shipped for OPTForCausalLM"):
+        check_plan("auto", model, "tp=2")

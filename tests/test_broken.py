@@ -81,6 +81,16 @@ def test_counting_notices_edges_inside_blocks(pool: Pool) -> None:
     assert counts["backward"] == {"all_reduce": 15}
 
 
+def test_counting_notices_a_second_gather(pool: Pool) -> None:
+    case = Case("llama", "tp=2", sequence_parallel=True)
+    (clean, _), (counts, _) = (
+        pool.run(2, communication.collectives, case),
+        pool.run(2, broken.counts, "gather twice", case),
+    )
+    assert clean["forward"]["all_gather"] == 5
+    assert counts["forward"]["all_gather"] == 10
+
+
 def test_recomputation_runs_in_the_mode_of_its_forward(pool: Pool) -> None:
     case = Case("llama", "tp=2", sequence_parallel=True)
     assert pool.run(2, broken.unsynced_modes, None, case) == [[], []]

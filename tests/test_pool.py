@@ -9,6 +9,14 @@ import pool_jobs
 from pool import Pool, PoolError
 
 
+def test_groups_end_with_their_job(pool: Pool) -> None:
+    """A mesh holds groups, and a group holds threads: none may be left for the jobs that follow."""
+    before = pool.run(2, pool_jobs.os_threads)
+    for _ in range(5):
+        pool.run(2, pool_jobs.keep_a_mesh_in_a_cycle)
+    assert pool.run(2, pool_jobs.os_threads) == before
+
+
 def test_each_job_is_a_world_of_its_own(pool: Pool) -> None:
     for world_size in (1, 2, 3, 4, 2, 1):
         results = pool.run(world_size, pool_jobs.sum_of_ranks)
