@@ -103,7 +103,8 @@ def document(
     for model in models:
         entries = [f"{_verdict(cells[model, mesh, False])} / {_verdict(cells[model, mesh, True])}" for mesh in MESHES]
         lines.append(f"| {model} | " + " | ".join(entries) + " |")
-    return "\n".join([*lines, "", "`exact / exact` is tensor parallel / sequence parallel; exact is within these tolerances.", ""])
+    meaning = "`exact / exact` is tensor parallel / sequence parallel; exact is within these tolerances."
+    return "\n".join([*lines, "", meaning, ""])
 
 
 def _verdict(faults: list[str]) -> str:
