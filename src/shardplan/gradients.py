@@ -146,7 +146,7 @@ def _part(parameter: Tensor) -> _Part:
     partial: dict[str, Dims] = defaultdict(tuple)
     for dim, place in placed:
         if place.is_partial():
-            partial[place.reduce_op] += (dim,)  # type: ignore[attr-defined]
+            partial[place.reduce_op] += (dim,)  # type: ignore[attr-defined]  # Partial has it
     sharded = tuple(dim for dim, place in placed if not place.is_partial() and not place.is_replicate())
     return _Part(None if gradient is None else to_local_if_dtensor(gradient), mesh, sharded, partial)
 

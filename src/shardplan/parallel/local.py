@@ -32,7 +32,7 @@ class ReadsLocally:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.tp_reading = True
         try:
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
+            return super().forward(*args, **kwargs)  # type: ignore[misc]  # a mixin: nn.Module is behind it
         finally:
             self.tp_reading = False
 

@@ -18,7 +18,7 @@ class Recomputes:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
+            return super().forward(*args, **kwargs)  # type: ignore[misc]  # a mixin: nn.Module is behind it
         return checkpoint(super().forward, *args, use_reentrant=False, **_without_cache(kwargs))  # type: ignore[misc]
 
 
