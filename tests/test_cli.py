@@ -114,7 +114,7 @@ def test_a_crash_of_our_own_is_not_the_plans_fault(monkeypatch: pytest.MonkeyPat
     def crash(*_: object) -> None:
         raise KeyError("our bug")
 
-    monkeypatch.setattr(cli, "_check", crash)
+    monkeypatch.setattr(cli, "check_one", crash)
     monkeypatch.setattr(sys, "argv", ["plan-compile", "--check", PLAN])
     with pytest.raises(SystemExit) as left:
         cli.main()

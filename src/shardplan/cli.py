@@ -6,58 +6,20 @@ Exit codes: 0 clean (warnings too, unless --strict), 1 the plan is wrong, 2 coul
 from __future__ import annotations
 
 import json
-import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
 from importlib import import_module
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import click
 
-from shardplan.diagnostics import Diagnostic, PlanError, Severity, errors
+from shardplan.command.check import check_one
+from shardplan.command.compile import compile_one
+from shardplan.command.request import Request
 from shardplan.findings import COULD_NOT_CHECK, Findings
-from shardplan.mesh import MeshSpec, parse_mesh
 from shardplan.styles import Style, known_styles
 
-if TYPE_CHECKING:
-    from shardplan.inventory import Inventory
-    from shardplan.plan import Plan
-
 Format = Literal["text", "json", "github"]
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What the command line asks of each plan; None leaves a question to the plan."""
-
-    overlays: tuple[str, ...]
-    model: str | None
-    mesh: str | None
-    sequence_parallel: bool | None
-    styles: Mapping[str, Style]
-
-    def plan(self, name: str) -> Plan:
-        from shardplan.merge import read_plan
-
-        return read_plan([name, *(Path(overlay) for overlay in self.overlays)])
-
-    def models(self, plan: Plan) -> tuple[str, ...]:
-        return (self.model,) if self.model is not None else plan.reference.models
-
-    def meshes(self, plan: Plan) -> tuple[MeshSpec, ...]:
-        return tuple(map(parse_mesh, (self.mesh,) if self.mesh is not None else plan.reference.meshes))
-
-    def modes(self, plan: Plan) -> tuple[bool, ...]:
-        """The mode that was asked for, or both. A plan without a word of the stream has only one."""
-        if self.sequence_parallel is not None:
-            return (self.sequence_parallel,)
-        return (False, True) if plan.speaks_of_stream or plan.sequence_parallel else (False,)
-
-    def mode(self, plan: Plan) -> bool:
-        return bool(plan.sequence_parallel if self.sequence_parallel is None else self.sequence_parallel)
 
 
 def _own_styles(_context: click.Context, _option: click.Parameter, module: str | None) -> Mapping[str, Style]:
@@ -117,9 +79,9 @@ def command(
     compiled: list[dict[str, Any]] = []
     for plan in plans or _shipped():
         if check:
-            _check(plan, request, findings)
+            check_one(plan, request, findings)
         else:
-            compiled += _compile(plan, request, findings, printing=format_ != "json")
+            compiled += compile_one(plan, request, findings, printing=format_ != "json")
     if format_ == "json":
         click.echo(json.dumps({"findings": findings.data(), **({} if check else {"plans": compiled})}, indent=2))
     else:
@@ -132,100 +94,6 @@ def _shipped() -> Sequence[str]:
     from shardplan.resources import shipped_plans
 
     return tuple(shipped_plans())
-
-
-# ---------------------------------------------------------------- check
-
-
-def _check(name: str, request: Request, findings: Findings) -> None:
-    """Check one plan on every model, mesh and mode that it is to be checked on."""
-    try:
-        plan = request.plan(name)
-        models, meshes = request.models(plan), request.meshes(plan)
-    except PlanError as refused:
-        findings.add(refused.diagnostics)
-        return
-    if not models or not meshes:
-        findings.add(_file_only(plan, request.styles, missing="mesh" if models else "model"))
-        return
-    for situation, found in _situations(plan, request, models, meshes):
-        findings.add(found, situation)
-
-
-def _situations(
-    plan: Plan, request: Request, models: Sequence[str], meshes: Sequence[MeshSpec]
-) -> Iterator[tuple[str, tuple[Diagnostic, ...]]]:
-    """Every situation by name, with what is found in it."""
-    from shardplan.check import check
-    from shardplan.checks.target import Target
-    from shardplan.resolve import resolve
-
-    for model in models:
-        try:
-            resolved = resolve(plan, _inventory(model), request.styles)
-        except PlanError as refused:
-            yield "", refused.diagnostics
-            continue
-        for mode in request.modes(plan):
-            for mesh in meshes:
-                yield f"{model} {mesh} {'SP' if mode else 'TP'}", check(Target(resolved, mesh, mode))
-
-
-@lru_cache(maxsize=8)  # several plans on one model
-def _inventory(model: str) -> Inventory:
-    from shardplan.inventory import take_inventory
-    from shardplan.references import build_meta_model
-
-    return take_inventory(build_meta_model(model))
-
-
-def _file_only(plan: Plan, styles: Mapping[str, Style], missing: str) -> Iterator[Diagnostic]:
-    """All that can be said of a plan without a model: unknown styles, and that there is more to check."""
-    from shardplan.checks.faulty import unknown_styles
-
-    yield from unknown_styles(plan.rules, styles)
-    yield Diagnostic(
-        "SP902",
-        f"only the file was checked: plan '{plan.name}' names no {missing} under `reference`, and none was given",
-        where=plan.where,
-        subject=plan.name,
-        expected="`reference: {models: [...], meshes: [...]}`",
-        hint="pass --model and --mesh, or name them in the plan",
-        severity=Severity.NOTE,
-    )
-
-
-# ---------------------------------------------------------------- compile
-
-
-def _compile(name: str, request: Request, findings: Findings, *, printing: bool) -> Iterator[dict[str, Any]]:
-    """Compile one plan on the first model and mesh that it is for; print it, and give it as data."""
-    from shardplan.check import check
-    from shardplan.checks.target import Target
-    from shardplan.lower import lower
-    from shardplan.report import as_dict, make_report
-    from shardplan.resolve import resolve
-    from shardplan.tables import report_text
-
-    try:
-        plan = request.plan(name)
-        models, meshes, mode = request.models(plan), request.meshes(plan), request.mode(plan)
-        if not models or not meshes:
-            findings.add(_file_only(plan, request.styles, missing="mesh" if models else "model"))
-            return
-        target = Target(resolve(plan, _inventory(models[0]), request.styles), meshes[0], mode)
-    except PlanError as refused:
-        findings.add(refused.diagnostics)
-        return
-    found = check(target)
-    findings.add(found, f"{models[0]} {meshes[0]} {'SP' if mode else 'TP'}")
-    if errors(found):
-        return
-    compiled = lower(target.resolved, target.mesh, sequence_parallel=mode)
-    report = make_report(target.resolved, compiled)
-    if printing:
-        click.echo(report_text(report, shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
-    yield as_dict(report, compiled)
 
 
 def main() -> None:
