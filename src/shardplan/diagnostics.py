@@ -118,4 +118,5 @@ CODES = {
     # could not check
     "SP901": "the model cannot be found or built",
     "SP902": "only the file was checked",
+    "SP903": "the model cannot be verified here",
 }

@@ -1,0 +1,1 @@
+"""The numeric proof: a shrunk model, sharded on local processes, against the unsharded one."""
