@@ -16,6 +16,7 @@ import click
 from shardplan.command.check import check_one
 from shardplan.command.compile import compile_one
 from shardplan.command.request import Request
+from shardplan.command.verify import Verifier
 from shardplan.findings import COULD_NOT_CHECK, Findings
 from shardplan.styles import Style, known_styles
 
@@ -48,6 +49,10 @@ def _own_styles(_context: click.Context, _option: click.Parameter, module: str |
     "--styles", "own_styles", metavar="MODULE", callback=_own_styles, help="A Python module with your own STYLES."
 )
 @click.option("--check", is_flag=True, help="Only report what is wrong; quiet when clean.")
+@click.option("--verify", is_flag=True, help="Check, then prove by numbers on local processes.")
+@click.option(
+    "--processes", type=click.IntRange(2, 16), default=2, show_default=True, help="How many of them --verify starts."
+)
 @click.option("--schema", is_flag=True, help="Print the JSON Schema of a plan file.")
 @click.option("--strict", is_flag=True, help="Let warnings fail too.")
 @click.option(
@@ -62,6 +67,8 @@ def command(
     sequence_parallel: bool | None,
     own_styles: Mapping[str, Style],
     check: bool,
+    verify: bool,
+    processes: int,
     schema: bool,
     strict: bool,
     format_: Format,
@@ -77,13 +84,20 @@ def command(
         return
     request, findings = Request(overlays, model, mesh, sequence_parallel, own_styles), Findings()
     compiled: list[dict[str, Any]] = []
+    proofs: list[dict[str, Any]] = []
+    verifier = Verifier(processes) if verify else None
     for plan in plans or _shipped():
-        if check:
+        if verifier:
+            proofs += verifier.verify_one(plan, request, findings, printing=format_ == "text")
+        elif check:
             check_one(plan, request, findings)
         else:
             compiled += compile_one(plan, request, findings, printing=format_ != "json")
+    if verifier:
+        verifier.close()
     if format_ == "json":
-        click.echo(json.dumps({"findings": findings.data(), **({} if check else {"plans": compiled})}, indent=2))
+        asked = {"proofs": proofs} if verify else {} if check else {"plans": compiled}
+        click.echo(json.dumps({"findings": findings.data(), **asked}, indent=2))
     else:
         for line in findings.github() if format_ == "github" else findings.text():
             click.echo(line)

@@ -115,6 +115,10 @@ CODES = {
     "SP302": "the model already has a plan applied",
     "SP303": "ranks that disagree",
     "SP304": "an option that needs something the mesh or the model lacks",
+    # what a run shows
+    "SP401": "a forward or backward that raises under the plan",
+    "SP403": "a forward that departs from the unsharded model",
+    "SP404": "gradients or parameters that depart from the unsharded model",
     # could not check
     "SP901": "the model cannot be found or built",
     "SP902": "only the file was checked",

@@ -50,6 +50,11 @@ def build_meta_model(spec: str) -> nn.Module:
     Raises:
         PlanError: SP901, the model cannot be found or built. What ``Class`` itself raises is passed on.
     """
+    return build_model(spec, "meta")
+
+
+def build_model(spec: str, device: str) -> nn.Module:
+    """The same on another device, with weights of its own; see `build_meta_model`."""
     import torch
 
     path = _config_file(spec)
@@ -59,7 +64,7 @@ def build_meta_model(spec: str) -> nn.Module:
         build = _from_module(spec)
     else:
         raise _unknown(spec)
-    with torch.device("meta"):
+    with torch.device(device):
         model = build()
     if not isinstance(model, torch.nn.Module):
         raise _refused(spec, f"'{spec}' makes a {type(model).__name__}", expected="an nn.Module")

@@ -13,6 +13,8 @@ from shardplan.mesh import MeshSpec, parse_mesh
 from shardplan.styles import Style
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from shardplan.checks.target import Target
     from shardplan.inventory import Inventory
     from shardplan.plan import Plan
@@ -114,6 +116,13 @@ class Request:
 def inventory_of(model: str) -> Inventory:
     """The inventory of the model that ``--model`` or a plan's ``reference`` names."""
     from shardplan.inventory import take_inventory
+
+    return take_inventory(model_of(model))
+
+
+@lru_cache(maxsize=8)
+def model_of(model: str) -> nn.Module:
+    """That model itself, on the meta device."""
     from shardplan.references import build_meta_model
 
-    return take_inventory(build_meta_model(model))
+    return build_meta_model(model)

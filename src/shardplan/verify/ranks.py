@@ -7,6 +7,7 @@ and no rank inherits threads from a caller, who may have trained a model by then
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import pickle
 import signal
@@ -19,7 +20,6 @@ from collections.abc import Callable
 from itertools import count
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 GRACE_SECONDS = 5.0  # for the other ranks, once one has failed: they mostly wait for it in a collective
@@ -116,7 +116,7 @@ class LocalRanks:
     def __enter__(self) -> LocalRanks:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
 
@@ -145,6 +145,8 @@ def _work(connection: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
+    # torch 2.13 advises to flatten dp and tp for every gather of a parameter; here they are gathered to be compared.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     while True:
         try:
             job, rank, size, store = connection.recv()
@@ -160,7 +162,7 @@ def _outcome(job: bytes, rank: int, size: int, store: str) -> bytes:
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     try:
-        dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
         function, args = pickle.loads(job)
         return pickle.dumps((True, function(*args)))
     except Exception as error:  # noqa: BLE001 - goes back to the caller

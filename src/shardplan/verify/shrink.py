@@ -38,13 +38,13 @@ class Change:
 
 @dataclass(frozen=True)
 class Shrunk:
-    """A model class and the small configuration for it."""
+    """A model class and the small configuration for it; a picklable recipe for the model."""
 
     model_class: type[nn.Module]
     config: Any
     changes: tuple[Change, ...]
 
-    def build(self) -> nn.Module:
+    def __call__(self) -> nn.Module:
         """The small model with its own initial weights, on torch's default device."""
         model: nn.Module = self.model_class(_copy(self.config))
         return model
@@ -116,7 +116,7 @@ def _copy(config: Any) -> Any:
 
 def _runs(shrunk: Shrunk) -> None:
     torch.manual_seed(0)
-    model = shrunk.build()
+    model = shrunk()
     ids = torch.randint(0, shrunk.config.get_text_config().vocab_size, (1, 5))
     output = model(input_ids=ids, use_cache=False)
     output.logits.float().sum().backward()

@@ -25,6 +25,7 @@ class Role(Enum):
     EXPERTS = "experts"
     EXPERT_GROUPS = "groups of experts"
     CHOSEN = "experts chosen"
+    CHOSEN_GROUPS = "groups of experts chosen"
     WINDOW = "windows"
     STATE = "state sizes"
     DROPOUT = "dropout"
@@ -39,7 +40,8 @@ _NAMES: tuple[tuple[str, Role], ...] = (
     (r".*(drop|dropout)(_rate|_prob|p)?|.*_?pdrop", Role.DROPOUT),
     (r"num_experts|n_routed_experts|num_local_experts|moe_num_experts|zero_expert_num", Role.EXPERTS),
     (r"num_experts_per_tok(en)?|moe_top_?k|moe_k", Role.CHOSEN),
-    (r"n_group|num_expert_group|topk_group", Role.EXPERT_GROUPS),
+    (r"n_group|num_expert_group", Role.EXPERT_GROUPS),
+    (r"topk_group", Role.CHOSEN_GROUPS),
     (
         r"num_hidden_layers|n_layers?|num_layers|decoder_layers|num_decoder_layers|encoder_layers|num_encoder_layers"
         r"|num_blocks|depth|max_window_layers|num_kv_shared_layers|num_nextn_predict_layers",
@@ -74,7 +76,7 @@ class Scale:
     """How far sizes are brought down.
 
     Attributes:
-        tp: the degree that the plan is for, and ``small_tp`` the one that it is proven on: heads keep their ratio to it.
+        tp: the degree that the plan is for; ``small_tp``: the one that it is proven on. Heads keep their ratio to it.
         head_dim: what the head dim becomes.
         layers: how many layers are kept, the first ones.
         width: what hidden and inner widths are divided by; so are ranks of low-rank projections.
@@ -128,6 +130,7 @@ def small(role: Role, value: Any, scale: Scale, vocabulary: int) -> Any:
         Role.EXPERTS: min(value, EXPERTS),
         Role.CHOSEN: min(value, 2),
         Role.EXPERT_GROUPS: min(value, GROUPS),
+        Role.CHOSEN_GROUPS: 1,
         Role.LAYERS: min(value, scale.layers),
         Role.HEADS: scale.heads(value),
         Role.HEAD_DIM: scale.dim(value),

@@ -1,0 +1,298 @@
+"""What each rank does for a proof: the sharded model against the unsharded one, under the parity contract."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import sqrt
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from shardplan.apply import apply
+from shardplan.inventory import take_inventory
+from shardplan.loss import cross_entropy
+from shardplan.lower import lower
+from shardplan.mesh import TP, MeshSpec
+from shardplan.plan import Plan
+from shardplan.resolve import resolve
+from shardplan.styles import Style
+from shardplan.verify.activations import first_difference
+from shardplan.verify.weights import randomise
+
+# The contract, in fp32 on gloo.
+LOGITS = 1e-5  # largest absolute difference, beside the same share of the largest logit
+LOSS = 1e-5  # relative
+GRADIENT = 1e-4  # |difference| <= GRADIENT |gradient| + FLOOR |all gradients|: some true gradients are ~1e-10
+FLOOR = 1e-7
+NORM = 1e-5  # relative, of the gradient norm
+PARAMETER, PARAMETER_LR = 1e-4, 0.01  # |difference| <= PARAMETER |p| + PARAMETER_LR lr sqrt(numel), after AdamW steps
+LR, CLIP = 1e-3, 0.1
+LENGTHS = (16, 5)  # of the micro-batches: one that tp divides, one that it does not
+ROWS = 2  # for each dp rank
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What is to be proven, the same on every rank.
+
+    Attributes:
+        build: gives the unsharded model; a function of a module, or a picklable object.
+        plan, styles: what is applied.
+        mesh: of as many ranks as there are processes.
+    """
+
+    build: Callable[[], nn.Module]
+    plan: Plan
+    styles: Mapping[str, Style]
+    mesh: MeshSpec
+    sequence_parallel: bool
+    seed: int = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """One thing that is not as in the unsharded model.
+
+    Attributes:
+        what: ``crash``, ``activation``, ``logits``, ``loss``, ``gradient``, ``replicas``, ``norm``, ``parameter``,
+            ``names``.
+        subject: the parameter or module; "" where it is the model as a whole.
+        text: by how much, or the error.
+        when: the step of the proof.
+    """
+
+    what: str
+    subject: str
+    text: str
+    when: str
+
+
+def compare(proof: Proof) -> list[Deviation]:
+    """Everything that deviates on this rank; empty when all holds. What the model raises is a deviation, too."""
+    running = _Running()
+    try:
+        return list(_steps(proof, running))
+    except Exception as error:  # noqa: BLE001 - any code of any model under any plan: the finding is that it raises
+        message = str(error).splitlines()[0] if str(error) else ""
+        return [Deviation("crash", running.module, f"{type(error).__name__}: {message}", running.step)]
+
+
+def _steps(proof: Proof, running: _Running) -> Iterator[Deviation]:
+    reference, sharded = _built(proof), _built(proof)
+    names, sizes = zip(*proof.mesh.axes, strict=True)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    running.step = "applying the plan"
+    resolved = resolve(proof.plan, take_inventory(sharded), proof.styles)
+    compiled = lower(resolved, proof.mesh, sequence_parallel=proof.sequence_parallel)
+    apply(sharded, compiled, mesh)
+    yield from _names(reference, sharded)
+    running.follow(sharded)
+    told = frozenset(module.fqn for module in compiled.modules if module.block is None)
+    pair = _Pair(reference, sharded, mesh, proof.seed, told)
+    for number, length in enumerate(LENGTHS):
+        for masked in (False, True) if length > 1 and number == 0 else (False,):
+            running.step = f"a sequence of {length}{' with padding' if masked else ''}"
+            found = list(pair.one_batch(length, masked))
+            yield from (replace(deviation, when=running.step) for deviation in found)
+            if any(deviation.what == "logits" for deviation in found):
+                return
+    running.step = "two micro-batches"
+    yield from (replace(deviation, when=running.step) for deviation in pair.accumulation())
+    running.step = "three AdamW steps"
+    yield from (replace(deviation, when=running.step) for deviation in pair.training())
+
+
+def _built(proof: Proof) -> nn.Module:
+    torch.manual_seed(proof.seed)
+    model = proof.build()
+    randomise(model, proof.seed)
+    return model.train()
+
+
+class _Running:
+    """Where a run is: the step of the proof, and the module whose forward is running."""
+
+    def __init__(self) -> None:
+        self.step = "building the model"
+        self._stack: list[str] = []
+
+    @property
+    def module(self) -> str:
+        return self._stack[-1] if self._stack else ""
+
+    def follow(self, model: nn.Module) -> None:
+        """What raises leaves its name on the stack: the hook behind it does not run."""
+        for fqn, module in model.named_modules():
+            module.register_forward_pre_hook(self._enter(fqn), prepend=True)
+            module.register_forward_hook(self._leave)
+
+    def _enter(self, fqn: str) -> Callable[[nn.Module, Any], None]:
+        return lambda _module, _args: self._stack.append(fqn)
+
+    def _leave(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+        self._stack.pop()
+
+
+class _Pair:
+    """The two models, and what is compared between them."""
+
+    def __init__(
+        self, reference: nn.Module, sharded: nn.Module, mesh: DeviceMesh, seed: int, told: frozenset[str]
+    ) -> None:
+        self.reference, self.sharded, self.mesh = reference, sharded, mesh
+        self.seed, self.told = seed, told
+        config: Any = reference.config
+        self.vocabulary = config.get_text_config().vocab_size
+
+    def one_batch(self, length: int, masked: bool) -> Iterator[Deviation]:
+        inputs, targets = self._batch(length, masked, number=0)
+        self._zero_grad()
+        expected = _step(self.reference, inputs, targets)
+        actual = _step(self.sharded, self._own(inputs), self._own_rows(targets))
+        wanted, given = self._own_rows(expected[0]), _whole(actual[0])
+        if wanted.shape != given.shape:
+            yield Deviation("logits", "", f"shape {tuple(given.shape)}, not {tuple(wanted.shape)}", "")
+            return
+        difference, allowed = (wanted - given).abs().max().item(), LOGITS * max(1.0, wanted.abs().max().item())
+        if not difference <= allowed:
+            yield Deviation("logits", "", f"off by {difference:.1e} where {allowed:.1e} is rounding", "")
+            own = self._own(inputs)
+            at = first_difference(self.reference, self.sharded, inputs, own, self._own_rows, self.told)
+            if at is not None:
+                yield Deviation("activation", at.fqn, f"its output is off by {at.relative:.1e} of its size", "")
+            return
+        loss = self._mean(actual[1].detach())
+        if not abs(loss - expected[1].item()) <= LOSS * abs(expected[1].item()):
+            yield Deviation("loss", "", f"{loss:.8g}, not {expected[1].item():.8g}", "")
+        yield from self._gradients()
+
+    def accumulation(self) -> Iterator[Deviation]:
+        for synchronises in (True, False) if isinstance(self.sharded, FSDPModule) else (True,):
+            self._zero_grad()
+            self._accumulate(0, synchronises)
+            yield from self._gradients()
+        norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), CLIP) for m in (self.reference, self.sharded)]
+        expected, actual = (_whole(norm).item() for norm in norms)
+        if not abs(actual - expected) <= NORM * expected:
+            yield Deviation("norm", "", f"the gradient norm is {actual:.6g}, not {expected:.6g}", "")
+
+    def training(self) -> Iterator[Deviation]:
+        models = (self.reference, self.sharded)
+        optimizers = [torch.optim.AdamW(model.parameters(), lr=LR) for model in models]
+        for number in range(3):
+            self._zero_grad()
+            self._accumulate(10 * number, synchronises=number != 1)
+            for model, optimizer in zip(models, optimizers, strict=True):
+                torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+                optimizer.step()
+        trained = dict(self.sharded.named_parameters())
+        yield from _replicas({name: parameter.detach() for name, parameter in trained.items()})
+        for name, wanted in reversed(list(self.reference.named_parameters())):
+            difference = (_whole(trained[name].detach()) - wanted.detach()).norm().item()
+            if not difference <= PARAMETER * wanted.norm().item() + PARAMETER_LR * LR * sqrt(wanted.numel()):
+                yield Deviation("parameter", name, f"off by {difference:.1e}", "")
+
+    def _gradients(self) -> Iterator[Deviation]:
+        """From the loss backwards: the first that is wrong stands nearest to what makes the others wrong."""
+        gradients = {name: p.grad for name, p in self.sharded.named_parameters() if p.grad is not None}
+        yield from _replicas(gradients)
+        wanted = {name: p.grad for name, p in self.reference.named_parameters() if p.grad is not None}
+        total = sqrt(sum(grad.norm().item() ** 2 for grad in wanted.values()))
+        for name, expected in reversed(list(wanted.items())):
+            if name not in gradients:
+                yield Deviation("gradient", name, "missing", "")
+                continue
+            size = expected.norm().item()
+            difference = (_whole(gradients[name]) - expected).norm().item()
+            if not difference <= GRADIENT * size + FLOOR * total:
+                yield Deviation("gradient", name, f"off by {100 * difference / (size + 1e-30):.2g} % of its norm", "")
+
+    def _accumulate(self, seed: int, synchronises: bool) -> None:
+        for number, length in enumerate(LENGTHS):
+            inputs, targets = self._batch(length, masked=False, number=1 + seed + number)
+            if isinstance(self.sharded, FSDPModule):
+                self.sharded.set_requires_gradient_sync(synchronises or number == len(LENGTHS) - 1)
+            _step(self.reference, inputs, targets, weight=1 / len(LENGTHS))
+            _step(self.sharded, self._own(inputs), self._own_rows(targets), weight=1 / len(LENGTHS))
+
+    def _zero_grad(self) -> None:
+        self.reference.zero_grad()
+        self.sharded.zero_grad()
+
+    def _batch(self, length: int, masked: bool, number: int) -> tuple[dict[str, Tensor], Tensor]:
+        generator = torch.Generator().manual_seed(1000 * self.seed + number)
+        rows = ROWS * self._dp_size()
+        ids = torch.randint(0, self.vocabulary, (rows, length), generator=generator)
+        inputs = {"input_ids": ids}
+        if masked:
+            inputs["attention_mask"] = torch.ones_like(ids)
+            inputs["attention_mask"][::2, 2 * length // 3 :] = 0
+        return inputs, torch.randint(0, self.vocabulary, ids.shape, generator=generator)
+
+    # ------------------------------------------------ ranks
+
+    def _data_axes(self) -> list[str]:
+        return [name for name in self.mesh.mesh_dim_names or () if name != TP]
+
+    def _dp_size(self) -> int:
+        size = 1
+        for axis in self._data_axes():
+            size *= self.mesh[axis].size()
+        return size
+
+    def _own_rows(self, tensor: Tensor) -> Tensor:
+        for axis in self._data_axes():
+            tensor = tensor.chunk(self.mesh[axis].size())[self.mesh.get_local_rank(axis)]
+        return tensor
+
+    def _own(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: self._own_rows(value) for name, value in inputs.items()}
+
+    def _mean(self, loss: Tensor) -> float:
+        value = _whole(loss).clone()
+        for axis in self._data_axes():
+            dist.all_reduce(value, group=self.mesh.get_group(axis))
+            value = value / self.mesh[axis].size()
+        return float(value.item())
+
+
+def _step(model: nn.Module, inputs: dict[str, Tensor], targets: Tensor, weight: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Forward and backward; logits and loss."""
+    output = model(**inputs, use_cache=False)
+    loss = cross_entropy(output.logits, targets)
+    (loss * weight).backward()
+    return output.logits.detach(), loss
+
+
+def _whole(tensor: Any) -> Tensor:
+    whole: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole
+
+
+def _names(reference: nn.Module, sharded: nn.Module) -> Iterator[Deviation]:
+    """A tie that came apart gives a name more."""
+    expected, actual = ([name for name, _ in model.named_parameters()] for model in (reference, sharded))
+    for name in dict.fromkeys((*expected, *actual)):
+        if (name in expected) != (name in actual):
+            side = "the unsharded" if name in expected else "the sharded"
+            yield Deviation("names", name, f"is a parameter of {side} model alone: a tie came apart", "after applying")
+
+
+def _replicas(tensors: Mapping[str, Tensor]) -> Iterator[Deviation]:
+    """Tensors whose replicas are not bit-equal."""
+    for name, tensor in reversed(list(tensors.items())):
+        if not isinstance(tensor, DTensor):
+            continue
+        for axis, placement in enumerate(tensor.placements):
+            if placement.is_replicate() and tensor.device_mesh.size(axis) > 1:
+                local = tensor.to_local().detach().contiguous()
+                copies = [torch.empty_like(local) for _ in range(tensor.device_mesh.size(axis))]
+                dist.all_gather(copies, local, group=tensor.device_mesh.get_group(axis))
+                if not all(torch.equal(copies[0], copy) for copy in copies):
+                    yield Deviation("replicas", name, "its replicas differ between ranks", "")

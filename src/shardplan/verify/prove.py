@@ -1,0 +1,160 @@
+"""A plan that the checks have passed, proven by numbers on local processes; or the parameter and the rule at fault."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from torch import nn
+
+from shardplan.checks.names import general
+from shardplan.checks.target import Target, count
+from shardplan.diagnostics import Diagnostic
+from shardplan.inventory import ancestors
+from shardplan.mesh import SHARDING, TP, MeshSpec
+from shardplan.plan import Rule
+from shardplan.references import build_model
+from shardplan.verify.compare import Deviation, Proof, compare
+from shardplan.verify.ranks import LocalRanks, RanksFailedError
+from shardplan.verify.shrink import Change, shrink
+
+SMALL_ENOUGH = 4_000_000  # parameters of a user's own model that is run as it is
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a proof runs: a recipe for a small model, what was made smaller, and the mesh of local processes."""
+
+    build: Callable[[], nn.Module]
+    changes: tuple[Change, ...]
+    mesh: MeshSpec
+
+
+def make_subject(model: nn.Module, mesh: MeshSpec, processes: int, spec: str | None = None) -> Subject:
+    """The small model on which a plan for ``model`` on ``mesh`` is proven.
+
+    Args:
+        model: as large as it is, usually on the meta device.
+        mesh: the one that the plan is meant for.
+        processes: how many there are.
+        spec: ``module:function`` that builds ``model``, where one does.
+
+    Raises:
+        PlanError: SP903, the model cannot be made small.
+    """
+    small = small_mesh(mesh, processes)
+    if spec is not None and ":" in spec and sum(parameter.numel() for parameter in model.parameters()) <= SMALL_ENOUGH:
+        return Subject(partial(build_model, spec, "cpu"), (), small)
+    shrunk = shrink(model, mesh.tp, small.tp)
+    return Subject(shrunk, shrunk.changes, small)
+
+
+def small_mesh(mesh: MeshSpec, processes: int) -> MeshSpec:
+    """The axes of ``mesh`` over ``processes``: tp first takes two, dp two more, and tp the rest."""
+    dp = next((name for name, _ in mesh.axes if name in SHARDING), None)
+    tp = min(mesh.tp, processes)
+    if dp is not None and processes // tp == 1 and tp >= 4 and dict(mesh.axes)[dp] > 1:
+        tp //= 2
+    sizes = {TP: tp, dp: processes // tp}
+    return MeshSpec(tuple((name, sizes.get(name, 1)) for name, _ in mesh.axes))
+
+
+def prove(target: Target, subject: Subject, ranks: LocalRanks) -> tuple[Diagnostic, ...]:
+    """Run one proof; what deviates, as findings: none where the plan is right.
+
+    Args:
+        target: the plan and its mode, resolved for the model at its real size, of which findings speak.
+        subject: the small model.
+        ranks: as many processes as the subject's mesh has ranks.
+    """
+    plan = replace(target.resolved.plan, mixed_precision=None, cpu_offload=None)  # proofs run in fp32
+    proof = Proof(subject.build, plan, target.resolved.styles, subject.mesh, target.sequence_parallel)
+    try:
+        found = ranks.run(compare, proof)
+    except RanksFailedError as failed:
+        found = [[Deviation("crash", "", str(failed), "the run")]]
+    deviations = tuple(dict.fromkeys(deviation for rank in found for deviation in rank))
+    return tuple(_findings(target, subject.mesh, deviations))
+
+
+def _findings(target: Target, mesh: MeshSpec, deviations: Sequence[Deviation]) -> list[Diagnostic]:
+    """One finding for what is wrong first: the rest mostly follows from it."""
+    if not deviations:
+        return []
+    first = _first(deviations)
+    others = {d.subject for d in deviations if d.subject and d.what == first.what} - {first.subject}
+    rule, name = _governing(target, first.subject), general(first.subject)
+    more = f"; so are {count(len(others), 'other')}" if others else ""
+    code, message, expected, hint = _words(first, name, more)
+    governed = f" (rule {rule.pattern})" if rule else ""
+    where = f"on {count(mesh.size, 'process').replace('processs', 'processes')}, {mesh}"
+    return [
+        Diagnostic(
+            code,
+            f"{message}{governed}, in {first.when} {where}",
+            where=rule.where if rule else target.resolved.plan.where,
+            subject=name or target.resolved.inventory.architectures[0],
+            expected=expected,
+            hint=hint,
+        )
+    ]
+
+
+# What is told first when several things are wrong at once.
+_ORDER = ("crash", "names", "activation", "logits", "loss", "gradient", "replicas", "norm", "parameter")
+
+
+def _first(deviations: Sequence[Deviation]) -> Deviation:
+    return min(deviations, key=lambda deviation: _ORDER.index(deviation.what))
+
+
+def _words(deviation: Deviation, name: str, more: str) -> tuple[str, str, str, str]:
+    """Code, message, expectation and way out."""
+    text = deviation.text
+    if deviation.what == "crash":
+        at = f" at {name}" if name else ""
+        return "SP401", f"the sharded model raises{at}: {text}", "a forward and a backward that run", ""
+    if deviation.what == "activation":
+        message = f"the sharded forward first departs at {name}: {text}"
+        return "SP403", message, "the activations of the unsharded model", "look at the edges of its rule and below it"
+    if deviation.what in ("logits", "loss"):
+        return "SP403", f"the {deviation.what} is wrong: {text}".replace("logits is", "logits are"), "", ""
+    if deviation.what == "norm":
+        return "SP404", text, "the gradient norm of the unsharded model", "its gradients are right: look at placements"
+    if deviation.what == "names":
+        return "SP404", f"{name} {text}", "the parameters of the unsharded model", "place both ends of the tie alike"
+    what = {"gradient": "the gradient of ", "parameter": "after training, "}.get(deviation.what, "")
+    hint = "where each rank sees its part of the work only, use replicated_with_grad_allreduce"
+    return (
+        "SP404",
+        f"{what}{name} {'is ' if what else ': '}{text}{more}".replace(" :", ":"),
+        "the unsharded model's",
+        hint,
+    )
+
+
+def _governing(target: Target, subject: str) -> Rule | None:
+    """The rule that decides about a parameter or module, or the nearest one around it."""
+    by_fqn = target.resolved.by_fqn
+    for fqn in (subject, *ancestors(subject)) if subject else ():
+        module = by_fqn.get(fqn)
+        if module is None:
+            owner = by_fqn.get(fqn.rpartition(".")[0])
+            claims = [p.claim for p in owner.parameters if p.info.fqn == fqn] if owner else []
+            if claims and claims[0] is not None:
+                return claims[0]
+        elif module.rule is not None:
+            return module.rule
+    return None
+
+
+def verify(target: Target, model: nn.Module, processes: int = 2, spec: str | None = None) -> tuple[Diagnostic, ...]:
+    """Prove one plan in one mode with processes of its own; see `prove`.
+
+    Raises:
+        PlanError: SP903, the model cannot be made small.
+    """
+    subject = make_subject(model, target.mesh, processes, spec)
+    with LocalRanks(subject.mesh.size) as ranks:
+        return prove(target, subject, ranks)
