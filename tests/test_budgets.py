@@ -48,6 +48,14 @@ def test_checking_the_largest_model_on_the_largest_mesh() -> None:
     assert spent["peak"] < 1.5, spent
 
 
+def test_printing_the_largest_model() -> None:
+    """With the check at each of the seven tp degrees that 8192 ranks allow up to 64."""
+    imports = "import torch, transformers; from transformers import LlamaForCausalLM"
+    spent = measured("llama", "--model", "llama-3.1-405b", "--mesh", "dp=1024,tp=8", before=imports)
+    assert spent["code"] == 0
+    assert spent["check"] <= 3, spent
+
+
 @pytest.mark.parametrize("content", ["format: 1\nrulez: {}\n", "format: 1\nrules: {.a: {style: 3}}\n", "a: [\n"])
 def test_errors_of_the_file_alone_come_at_once(tmp_path: Path, content: str) -> None:
     plan = tmp_path / "plan.yaml"

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from shardplan.check import check
-from shardplan.checks.target import Target
+from shardplan.checks.target import Target, size
+from shardplan.coverage import Treatment
+from shardplan.diagnostics import errors
 from shardplan.inventory import take_inventory
 from shardplan.lower import lower
 from shardplan.merge import read_plan
@@ -30,7 +33,7 @@ def both(
     target = Target(resolved, parse_mesh(mesh), sequence_parallel)
     assert check(target) == ()
     compiled = lower(resolved, target.mesh, sequence_parallel=sequence_parallel)
-    return make_report(resolved, compiled), compiled
+    return make_report(target, compiled), compiled
 
 
 def report(**options: Any) -> Report:
@@ -66,6 +69,61 @@ def test_the_whole_is_the_model() -> None:
     assert summary.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert summary.nbytes.whole == sum(entry.nbytes.whole for entry in summary.rules) == 4 * summary.parameters
     assert summary.replicated_nbytes == 4 * HIDDEN * 5 == sum(entry.replicated_nbytes for entry in summary.rules)
+
+
+def test_coverage_accounts_for_every_parameter(tmp_path: Path) -> None:
+    plan = tmp_path / "overlay.yaml"
+    plan.write_text("format: 1\nrules:\n  .layers.0.mlp.{gate,up,down}_proj: null\n  .layers.0.mlp: null\n")
+    summary = report(plan=[PLAN, plan])
+    sharded, purpose, omitted, native = summary.coverage.treatments
+    mlp, norms = 3 * HIDDEN * INNER, 5 * HIDDEN
+    assert (purpose.parameters, purpose.elements, purpose.nbytes) == (3 + 5, mlp + norms, 4 * (mlp + norms))
+    assert (sharded.parameters, sharded.elements) == (4 + 7 + 2, summary.parameters - mlp - norms)
+    assert (omitted.parameters, native.parameters) == (0, 0)
+    assert sharded.nbytes_percent + purpose.nbytes_percent == pytest.approx(100, abs=1e-3)
+    assert purpose.nbytes_percent == pytest.approx(100 * (mlp + norms) / summary.parameters, abs=1e-4)
+    on_purpose = {s.style: s.parameters for s in summary.coverage.styles if s.treatment == purpose.treatment}
+    assert on_purpose == {"null": 3, "sequence_parallel": 5}
+
+
+def test_what_a_dict_plan_does_not_name_is_replicated_by_omission() -> None:
+    model = take_inventory(build_meta("llama"))
+    plan = {"model.layers.*.mlp.{gate,up}_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"}
+    target = Target(resolve(read_plan(plan), model), parse_mesh("tp=2"), False)
+    assert errors(check(target)) == ()
+    summary = make_report(target, lower(target.resolved, target.mesh, sequence_parallel=False))
+    sharded, purpose, omitted, native = summary.coverage.treatments
+    assert [share.parameters for share in (sharded, purpose, omitted, native)] == [6, 0, 15, 0]
+    assert omitted.elements == summary.parameters - 6 * HIDDEN * INNER
+    assert "replicated by omission: 15 parameters, " in report_text(summary)
+
+
+def test_a_style_applied_as_it_stands_is_counted_apart() -> None:
+    class Own(ParallelStyle):
+        def _apply(self, module: Any, device_mesh: Any) -> Any:
+            raise AssertionError("nothing is applied here")
+
+    model = take_inventory(build_meta("llama"))
+    target = Target(resolve(read_plan({"**": None, "lm_head": Own()}), model), parse_mesh("tp=2"), False)
+    summary = make_report(target, lower(target.resolved, target.mesh, sequence_parallel=False))
+    assert [share.parameters for share in summary.coverage.treatments] == [0, 20, 0, 1]
+    assert [s.style for s in summary.coverage.styles if s.treatment == Treatment.NATIVE.value] == ["Own"]
+
+
+def test_a_percentage_is_only_whole_where_the_share_is() -> None:
+    lines = report_text(report(mesh="dp=4,tp=2")).splitlines()
+    assert "replicated by omission: none" in lines
+    (sharded,) = [line for line in lines if line.startswith("sharded: ")]
+    summary = report()
+    share = 100 - 100 * 5 * HIDDEN / summary.parameters
+    amount = size(summary.nbytes.whole - summary.replicated_nbytes)
+    assert sharded == f"sharded: 16 parameters, {amount}: {share:.2f} % of all elements, {share:.2f} % of all bytes"
+
+
+def test_the_degrees_stand_at_the_end() -> None:
+    lines = report_text(report(mesh="dp=4,tp=2")).splitlines()
+    at = lines.index("tp degrees: 1, 2, 4 (of 8 ranks)")
+    assert lines[at + 1].startswith("  not 8: SP201: tp=8 does not divide the heads of model.layers.*.self_attn: ")
 
 
 def test_tied_parameters_count_once_and_are_named() -> None:

@@ -9,7 +9,10 @@ from math import prod
 from typing import Any
 
 from shardplan.checks.names import general
+from shardplan.checks.target import Target
 from shardplan.compiled import CompiledParameter, CompiledPlan
+from shardplan.coverage import Coverage, coverage_of
+from shardplan.degrees import Degrees, tp_degrees
 from shardplan.edges import Collective
 from shardplan.inventory import ancestors
 from shardplan.mesh import MeshSpec
@@ -69,6 +72,8 @@ class Report:
     parameters: int
     nbytes: Bytes
     replicated_nbytes: int
+    coverage: Coverage
+    degrees: Degrees
     ties: tuple[tuple[str, ...], ...]
     collectives: tuple[Collectives, ...]
     sums: int
@@ -76,8 +81,9 @@ class Report:
     recompute: tuple[tuple[str, int], ...]
 
 
-def make_report(resolved: ResolvedPlan, compiled: CompiledPlan) -> Report:
-    """Summarise a compiled plan by rule and by kind of module."""
+def make_report(target: Target, compiled: CompiledPlan) -> Report:
+    """Summarise what ``target`` was compiled to, by rule and by kind of module."""
+    resolved = target.resolved
     calls = Counter((general(m.fqn), direction, name) for m, direction, name in compiled.collectives())
     return Report(
         plan=compiled.name,
@@ -88,6 +94,8 @@ def make_report(resolved: ResolvedPlan, compiled: CompiledPlan) -> Report:
         parameters=sum(prod(p.shape) for p in compiled.parameters),
         nbytes=Bytes.of(compiled.parameters, compiled.mesh),
         replicated_nbytes=sum(p.nbytes for p in compiled.parameters if not p.sharded),
+        coverage=coverage_of(resolved, compiled),
+        degrees=tp_degrees(target),
         ties=tuple(tuple(parameter.fqn for parameter in group) for group in resolved.inventory.ties),
         collectives=tuple(Collectives(*key, calls=number) for key, number in calls.items()),
         sums=len(compiled.coalesced_sums()),

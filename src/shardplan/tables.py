@@ -7,7 +7,11 @@ from rich.console import Console
 from rich.table import Table
 
 from shardplan.checks.target import count, listed, size
+from shardplan.coverage import Share, Treatment
+from shardplan.degrees import Degrees
 from shardplan.report import Report
+
+_NATIVE = Treatment.NATIVE.value  # rare, and worth a line only where it is met
 
 
 def report_text(report: Report, width: int | None = None) -> str:
@@ -24,7 +28,7 @@ def report_text(report: Report, width: int | None = None) -> str:
     with console.capture() as table:
         console.print(_rules(report))
     lines += [line.rstrip().replace("─", "-") for line in table.get().splitlines()]  # any encoding has a dash
-    lines += ["", *_bytes(report), "", *_collectives(report), "", *_units(report)]
+    lines += ["", *_bytes(report), "", *_collectives(report), "", *_units(report), "", *_degrees(report.degrees)]
     return "\n".join(lines) + "\n"
 
 
@@ -44,18 +48,37 @@ def _rules(report: Report) -> Table:
 
 def _bytes(report: Report) -> list[str]:
     whole, per_element = report.nbytes.whole, report.nbytes.whole // report.parameters if report.parameters else 0
-    share = 100 * report.replicated_nbytes / whole if whole else 0
     lines = [
         f"parameters: {report.parameters:,} of {per_element} bytes, {size(whole)}: {size(report.nbytes.tp_rank)} per "
         f"tp rank, {size(report.nbytes.rank)} per rank once FSDP2 has cut them, too",
-        f"replicated over tp: {size(report.replicated_nbytes)} ({share:.2f} %)",
+        *(_share(share) for share in report.coverage.treatments if share.parameters or share.treatment != _NATIVE),
     ]
+    replicated = [row for row in report.rules if row.replicated]
+    lines += ["left whole over tp:"] if replicated else []
     lines += [
-        f"  {row.pattern}  {count(row.replicated, 'parameter')}, {size(row.replicated_nbytes)}"
-        for row in report.rules
-        if row.replicated
+        f"  {row.pattern}  {row.style}: {count(row.replicated, 'parameter')}, {size(row.replicated_nbytes)}"
+        for row in replicated
     ]
     return lines + [f"tied: {listed(group)} are one parameter" for group in report.ties]
+
+
+def _share(share: Share) -> str:
+    amount = f"{count(share.parameters, 'parameter')}, {size(share.nbytes)}" if share.parameters else "none"
+    percents = f": {_percent(share.elements_percent)} of all elements, {_percent(share.nbytes_percent)} of all bytes"
+    return f"{share.treatment}: {amount}{percents if share.parameters else ''}"
+
+
+def _percent(percent: float) -> str:
+    """A share is only called nothing or everything where it is."""
+    if 0 < percent < 0.01:
+        return "< 0.01 %"
+    return "> 99.99 %" if 99.99 < percent < 100 else f"{percent:.2f} %"
+
+
+def _degrees(degrees: Degrees) -> list[str]:
+    """What tp may be, then what it may not be and why."""
+    lines = [f"tp degrees: {', '.join(map(str, degrees.legal)) or 'none'} (of {degrees.world} ranks)"]
+    return lines + [f"  not {', '.join(map(str, no.degrees))}: {no.code}: {no.message}" for no in degrees.refused]
 
 
 def _collectives(report: Report) -> list[str]:

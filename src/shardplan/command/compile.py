@@ -36,7 +36,7 @@ def compile_one(name: str, request: Request, findings: Findings, *, printing: bo
     if errors(found):
         return
     compiled = lower(target.resolved, target.mesh, sequence_parallel=target.sequence_parallel)
-    report = make_report(target.resolved, compiled)
+    report = make_report(target, compiled)
     if printing:
         click.echo(report_text(report, shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
     yield as_dict(report, compiled)
