@@ -1,0 +1,164 @@
+"""The checker put to the test: how many mutants of the shipped plans each rung of the ladder catches.
+
+``python tests/campaign.py`` (``make campaign``) derives every single mutation of every shipped plan, lets the oracle
+decide in both modes what each really does, and asks ``--check``, ``--dry-run`` and ``--verify`` for their opinion. It
+writes docs/campaign.md; ``--sample N`` looks at every N-th mutant only and writes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import oracle
+from mutants import Mutant, document, mutants
+from oracle import Seen
+from pool import Pool, PoolError
+from shardplan.check import check
+from shardplan.checks.target import Target
+from shardplan.command.request import inventory_of, model_of
+from shardplan.diagnostics import Diagnostic, PlanError, Severity, errors
+from shardplan.merge import read_plan
+from shardplan.mesh import parse_mesh
+from shardplan.resolve import resolve
+from shardplan.resources import shipped_plans
+from shardplan.verify.prove import make_subject, prove
+from shardplan.verify.ranks import LocalRanks
+
+REAL = {"llama": "llama-3.1-8b", "qwen2": "qwen3-8b", "gemma3": "gemma-3-4b"}  # what the checks look at
+REAL_MESH = parse_mesh("dp=2,tp=4")
+CHUNK = 8
+MODES = {"TP": False, "SP": True}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One mutant in one mode: what it is, and who caught it. ``named``: some finding above a note."""
+
+    plan: str
+    kind: str
+    text: str
+    mode: str
+    truth: str  # wrong, wasteful or harmless
+    reason: str
+    refused: bool
+    named: bool
+    codes: tuple[str, ...]
+    verified: bool | None  # None where a refusal of the check left nothing to verify
+
+
+def judge(pool: Pool, ranks: LocalRanks, plan: str, chosen: list[Mutant]) -> Iterator[Verdict]:
+    base_mutant = Mutant(plan, "none", "as shipped", shipped_plans()[plan].read_text())
+    for mode, sequence_parallel in MODES.items():
+        (base,) = seen_by_oracle(pool, [base_mutant], sequence_parallel)
+        assert not base.wrong, base
+        for start in range(0, len(chosen), CHUNK):
+            chunk = chosen[start : start + CHUNK]
+            for mutant, seen in zip(chunk, seen_by_oracle(pool, chunk, sequence_parallel), strict=True):
+                truth, reason = classify(seen, base)
+                yield _asked(ranks, mutant, mode, truth, reason)
+
+
+def classify(seen: Seen, base: Seen) -> tuple[str, str]:
+    if seen.wrong:
+        return "wrong", seen.wrong
+    assert seen.cost is not None
+    assert base.cost is not None
+    waste = seen.cost.wastes(base.cost)
+    if waste or seen.idle:
+        return "wasteful", waste or "the written rule does nothing"
+    return "harmless", ""
+
+
+def seen_by_oracle(pool: Pool, chunk: list[Mutant], sequence_parallel: bool) -> list[Seen]:
+    """What rank 0 saw, and what is wrong on any rank; a chunk that hangs is looked at one by one."""
+    try:
+        by_rank = pool.run(4, oracle.look, chunk, sequence_parallel, timeout=60.0 + 10 * len(chunk))
+    except PoolError as error:
+        if len(chunk) == 1:
+            return [Seen(f"hangs or dies: {str(error).splitlines()[0]}", None, False)]
+        return [seen for mutant in chunk for seen in seen_by_oracle(pool, [mutant], sequence_parallel)]
+    together = []
+    for per_rank in zip(*by_rank, strict=True):
+        wrong = next((seen.wrong for seen in per_rank if seen.wrong), "")
+        together.append(Seen(wrong, per_rank[0].cost, per_rank[0].idle))
+    return together
+
+
+def _asked(ranks: LocalRanks, mutant: Mutant, mode: str, truth: str, reason: str) -> Verdict:
+    findings, target = _checked(mutant, MODES[mode])
+    refused = bool(errors(findings))
+    verified = None
+    if not refused and target is not None:
+        subject = make_subject(model_of(REAL[mutant.plan]), REAL_MESH, ranks.size)
+        verified = bool(prove(target, subject, ranks))
+    named = any(finding.severity is not Severity.NOTE for finding in findings)
+    codes = tuple(dict.fromkeys(finding.code for finding in findings))
+    return Verdict(mutant.plan, mutant.kind, mutant.text, mode, truth, reason, refused, named, codes, verified)
+
+
+def _checked(mutant: Mutant, sequence_parallel: bool) -> tuple[tuple[Diagnostic, ...], Target | None]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.yaml"
+        path.write_text(mutant.source)
+        try:
+            resolved = resolve(read_plan(path), inventory_of(REAL[mutant.plan]))
+        except PlanError as refused:
+            return refused.diagnostics, None
+    target = Target(resolved, REAL_MESH, sequence_parallel)
+    return check(target), target
+
+
+# ---------------------------------------------------------------- the table
+
+
+def table(verdicts: Iterable[Verdict]) -> str:
+    """How many of each kind each rung catches, by plan and over all."""
+    lines = ["| plan | truth | mutants | refused by --check | named by --check | caught by --verify | not caught |",
+             "| --- | --- | --- | --- | --- | --- | --- |"]  # fmt: skip
+    listed = list(verdicts)
+    for plan in (*dict.fromkeys(v.plan for v in listed), "all"):
+        for truth in ("wrong", "wasteful", "harmless"):
+            own = [v for v in listed if v.truth == truth and plan in (v.plan, "all")]
+            counts = Counter(refused=0, named=0, verified=0, missed=0)
+            counts["refused"] = sum(v.refused for v in own)
+            counts["named"] = sum(v.named for v in own)
+            counts["verified"] = sum(bool(v.verified) for v in own)
+            counts["missed"] = sum(not v.refused and not v.verified for v in own)
+            shares = [f"{n} ({100 * n / len(own):.1f} %)" if own else "0" for n in counts.values()]
+            lines.append(f"| {plan} | {truth} | {len(own)} | {' | '.join(shares)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--sample", type=int, default=1)
+    parser.add_argument("--plan", action="append")
+    parser.add_argument("--record", help="a file for the verdicts, one JSON object a line")
+    arguments = parser.parse_args()
+    pool, verdicts, start = Pool(), [], time.monotonic()
+    record = Path(arguments.record).open("w") if arguments.record else None  # noqa: SIM115 - for the whole run
+    with LocalRanks(2) as ranks:
+        for plan in arguments.plan or shipped_plans():
+            assert document(plan)
+            chosen = list(mutants(plan))[:: arguments.sample]
+            print(f"{plan}: {len(chosen)} mutants", file=sys.stderr)
+            for number, verdict in enumerate(judge(pool, ranks, plan, chosen)):
+                verdicts.append(verdict)
+                if record:
+                    print(json.dumps(asdict(verdict)), file=record, flush=True)
+                if number % 100 == 0:
+                    print(f"  {number}: {time.monotonic() - start:.0f} s", file=sys.stderr)
+    pool.close()
+    print(table(verdicts))
+
+
+if __name__ == "__main__":
+    main()

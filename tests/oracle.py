@@ -1,0 +1,177 @@
+"""What a mutant of a plan really does: real numerics on real processes, by other means than ``--verify``.
+
+Nothing of `shardplan.verify` is used, and neither are its sizes, seeds and meshes: the comparison is that of the parity
+suite (tests/parity.py) on its tiny models, over dp and tp. Checks are passed by: the stages of `apply_plan` run as if
+they had found nothing.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten
+
+import parity
+import tiny_models
+from counting import Counting
+from mutants import Mutant
+from parity import Batch
+from shardplan.apply import apply
+from shardplan.compiled import CompiledPlan
+from shardplan.inventory import take_inventory
+from shardplan.lower import lower
+from shardplan.merge import read_plan
+from shardplan.mesh import parse_mesh
+from shardplan.resolve import ResolvedPlan, resolve
+
+MESH = "dp=2,tp=2"
+MODELS = {"llama": "llama", "qwen2": "qwen3", "gemma3": "gemma3-vision"}
+
+
+FSDP2 = ""
+
+
+class Weighing(Counting):
+    """Also adds up the bytes of the tensors that collectives are called with, by group; FSDP2's under one name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("_c10d_functional", "c10d") and not any(issubclass(kind, DTensor) for kind in types):
+            group = next((arg for arg in reversed(args) if isinstance(arg, str)), FSDP2)
+            tensors, _ = tree_flatten(args)
+            self.bytes[group] += sum(_nbytes(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a step costs one rank.
+
+    Attributes:
+        parameters: bytes that it holds.
+        tp_calls, tp_bytes: collectives over tp, and what is put into them.
+        fsdp_bytes: what is put into FSDP2's.
+        unit: bytes of the largest unit once FSDP2 has gathered it.
+    """
+
+    parameters: int
+    tp_calls: int
+    tp_bytes: int
+    fsdp_bytes: int
+    unit: int
+
+    def wastes(self, base: Cost) -> str:
+        """What is worse than at ``base``; an FSDP2 trade of memory for traffic, or the reverse, is no waste."""
+        if self.parameters > base.parameters:
+            return f"holds {self.parameters} bytes of parameters, not {base.parameters}"
+        if self.tp_calls > base.tp_calls or self.tp_bytes > base.tp_bytes:
+            return f"sends {self.tp_bytes} bytes in {self.tp_calls} calls, not {base.tp_bytes} in {base.tp_calls}"
+        if self.unit > base.unit and self.fsdp_bytes >= base.fsdp_bytes:
+            return f"gathers {self.unit} bytes at once, not {base.unit}"
+        if self.fsdp_bytes > base.fsdp_bytes and self.unit >= base.unit:
+            return f"FSDP2 sends {self.fsdp_bytes} bytes, not {base.fsdp_bytes}"
+        return ""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What was seen of one mutant in one mode: what is wrong, what it costs, whether its rule does anything."""
+
+    wrong: str
+    cost: Cost | None
+    idle: bool
+
+
+def look(mutants: list[Mutant], sequence_parallel: bool) -> list[Seen]:
+    """On each rank, one mutant after the other; a mutant that raises on one rank does so on all of them."""
+    return [_look(mutant, sequence_parallel) for mutant in mutants]
+
+
+def _look(mutant: Mutant, sequence_parallel: bool) -> Seen:
+    name = MODELS[mutant.plan]
+    model = tiny_models.build(name)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.yaml"
+        path.write_text(mutant.source)
+        try:
+            resolved = resolve(read_plan(path), take_inventory(model))
+        except ValueError as refused:
+            return Seen(f"no plan: {refused}", None, False)
+    idle = _idle(resolved, mutant.written)
+    try:
+        mesh = parity.build_mesh(MESH)
+        compiled = lower(resolved, parse_mesh(MESH), sequence_parallel=sequence_parallel)
+        sharded = apply(model, compiled, mesh)
+        faults = _faults(tiny_models.build(name), sharded, mesh)
+        return Seen(faults[0] if faults else "", _cost(sharded, compiled, mesh), idle)
+    except Exception as error:  # noqa: BLE001 - that it raises is what is to be found out
+        return Seen(f"raises {type(error).__name__}: {str(error)[:200]}", None, idle)
+
+
+def _faults(reference: nn.Module, sharded: nn.Module, mesh: parity.DeviceMesh) -> list[str]:
+    faults = list(parity._same_names(reference, sharded))
+    for number, batch in enumerate((Batch(length=12, mask=True), Batch(length=7))):
+        faults += parity.compare_batch(reference, sharded, mesh, batch, seed=50 + number)
+        if faults:
+            return faults
+    return faults + list(parity.compare_accumulation(reference, sharded, mesh))
+
+
+def _idle(resolved: ResolvedPlan, written: str) -> bool:
+    """Whether the written rule decides about no parameter and states no edge: nothing would change without it.
+
+    Position tables have no parameters: ``rotary`` only guards them.
+    """
+    decided = {str(m.rule.pattern) for m in resolved.modules if m.rule and (m.info.parameters or _has_edges(m))}
+    decided |= {str(p.claim.pattern) for m in resolved.modules for p in m.parameters if p.claim}
+    guards = {str(m.rule.pattern) for m in resolved.modules if m.rule and m.style and m.style.positions}
+    return bool(written) and written not in decided | guards
+
+
+def _has_edges(module: object) -> bool:
+    rule, style = module.rule, module.style  # type: ignore[attr-defined]  # a ResolvedModule
+    return bool(rule.input or rule.output or (style and (style.input or style.output)))
+
+
+def _cost(sharded: nn.Module, compiled: CompiledPlan, mesh: parity.DeviceMesh) -> Cost:
+    inputs, targets = parity.make_inputs(Batch(length=16))
+    own = {name: parity.rows_of(value, mesh) for name, value in inputs.items()}
+    sharded.zero_grad()
+    with Weighing() as weighing:
+        parity.step(sharded, own, parity.rows_of(targets, mesh))
+    tp = mesh["tp"].get_group().group_name
+    held = {id(p): p for p in sharded.parameters()}
+    calls = sum(number for (group, _), number in weighing.ours.items() if group == tp)
+    return Cost(
+        parameters=sum(_nbytes(p.to_local() if isinstance(p, DTensor) else p) for p in held.values()),
+        tp_calls=calls,
+        tp_bytes=weighing.bytes[tp],
+        fsdp_bytes=weighing.bytes[FSDP2],
+        unit=max(_unit_bytes(sharded, compiled).values()),
+    )
+
+
+def _unit_bytes(sharded: nn.Module, compiled: CompiledPlan) -> Counter[str]:
+    """Bytes of each FSDP2 unit over its own parameters, whole over dp."""
+    units = [name for name, module in sharded.named_modules() if isinstance(module, FSDPModule)]
+    sizes: Counter[str] = Counter()
+    tp = compiled.mesh.tp
+    for parameter in compiled.parameters:
+        around = max((unit for unit in units if parameter.fqn.startswith(f"{unit}." if unit else "")), key=len)
+        sizes[around] += parameter.nbytes // (tp if parameter.sharded else 1)
+    return sizes
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
