@@ -15,6 +15,7 @@ import click
 
 from shardplan.command.check import check_one
 from shardplan.command.compile import compile_one
+from shardplan.command.explain import explain_one
 from shardplan.command.request import Request
 from shardplan.command.verify import Verifier
 from shardplan.findings import COULD_NOT_CHECK, Findings
@@ -53,6 +54,7 @@ def _own_styles(_context: click.Context, _option: click.Parameter, module: str |
 @click.option(
     "--processes", type=click.IntRange(2, 16), default=2, show_default=True, help="How many of them --verify starts."
 )
+@click.option("--explain", multiple=True, metavar="NAME", help="What is said of a module or parameter, and why.")
 @click.option("--schema", is_flag=True, help="Print the JSON Schema of a plan file.")
 @click.option("--strict", is_flag=True, help="Let warnings fail too.")
 @click.option(
@@ -69,6 +71,7 @@ def command(
     check: bool,
     verify: bool,
     processes: int,
+    explain: tuple[str, ...],
     schema: bool,
     strict: bool,
     format_: Format,
@@ -83,20 +86,22 @@ def command(
         click.echo(plan_schema_text(), nl=False)
         return
     request, findings = Request(overlays, model, mesh, sequence_parallel, own_styles), Findings()
-    compiled: list[dict[str, Any]] = []
-    proofs: list[dict[str, Any]] = []
+    answers: list[dict[str, Any]] = []
     verifier = Verifier(processes) if verify else None
     for plan in plans or _shipped():
         if verifier:
-            proofs += verifier.verify_one(plan, request, findings, printing=format_ == "text")
+            answers += verifier.verify_one(plan, request, findings, printing=format_ == "text")
         elif check:
             check_one(plan, request, findings)
+        elif explain:
+            answers += explain_one(plan, explain, request, findings, printing=format_ != "json")
         else:
-            compiled += compile_one(plan, request, findings, printing=format_ != "json")
+            answers += compile_one(plan, request, findings, printing=format_ != "json")
     if verifier:
         verifier.close()
     if format_ == "json":
-        asked = {"proofs": proofs} if verify else {} if check else {"plans": compiled}
+        kind = "proofs" if verify else "explanations" if explain else "plans"
+        asked = {kind: answers} if verify or not check else {}
         click.echo(json.dumps({"findings": findings.data(), **asked}, indent=2))
     else:
         for line in findings.github() if format_ == "github" else findings.text():

@@ -9,6 +9,8 @@ from shardplan.diagnostics import Location
 from shardplan.layouts import STREAM, Conversion
 from shardplan.patterns import Pattern
 
+NULL = "null"
+
 LayerKind = Literal["hf", "shipped", "user"]
 
 
@@ -48,8 +50,12 @@ class Rule:
         """What the rule decides, without its pattern and provenance: two rules that say the same do not conflict."""
         return (self.style, self.input, self.output, self.native)
 
-
-NULL = "null"
+    @property
+    def spoken(self) -> str:
+        """The same for people, as a plan writes it; a torch style by its class."""
+        edges = [f"{side}: {edge}" for side, edge in (("input", self.input), ("output", self.output)) if edge]
+        name = type(self.native).__name__ if self.native is not None else self.style
+        return ", ".join(filter(None, ("null (replicated on purpose)" if name == NULL else name, *edges)))
 
 
 @dataclass(frozen=True, slots=True)

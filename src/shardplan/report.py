@@ -16,7 +16,6 @@ from shardplan.degrees import Degrees, tp_degrees
 from shardplan.edges import Collective
 from shardplan.inventory import ancestors
 from shardplan.mesh import MeshSpec
-from shardplan.plan import NULL, Rule
 from shardplan.resolve import ResolvedPlan
 
 
@@ -120,7 +119,7 @@ def _rule_rows(resolved: ResolvedPlan, compiled: CompiledPlan) -> Iterator[RuleR
                 where=str(matched.line.where),
                 layer=str(matched.line.layer),
                 pattern=match.alternative.text,
-                style=_spoken_style(matched.line),
+                style=matched.line.spoken,
                 matched=len(match.fqns),
                 placements=tuple(dict.fromkeys(f"{p.name} {p.placement}" for p in own.values())),
                 parameters=len(own),
@@ -141,12 +140,6 @@ def _rank_nbytes(parameter: CompiledParameter, mesh: MeshSpec) -> tuple[int, int
     if shape:
         shape[0] = -(-shape[0] // prod(size for name, size in mesh.axes if name in mesh.shard_axes))
     return over_tp, element * prod(shape)
-
-
-def _spoken_style(rule: Rule) -> str:
-    edges = [f"{side}: {edge}" for side, edge in (("input", rule.input), ("output", rule.output)) if edge]
-    name = type(rule.native).__name__ if rule.native is not None else rule.style
-    return ", ".join(filter(None, ("null (replicated on purpose)" if name == NULL else name, *edges)))
 
 
 def as_dict(report: Report, compiled: CompiledPlan) -> dict[str, Any]:

@@ -56,11 +56,15 @@ class Matched(Generic[Line]):
 
 @dataclass(frozen=True, slots=True)
 class ResolvedParameter:
-    """A parameter and the rule that decides about it; ``claim`` None means that no rule does."""
+    """A parameter and the rule that decides about it; ``claim`` None means that no rule does.
+
+    ``speakers`` are all rules that spoke about it or its module, the one of highest precedence first.
+    """
 
     info: ParameterInfo
     claim: Rule | None
     style: Style | None
+    speakers: tuple[Candidate, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +245,7 @@ class _Resolver:
     def _parameter(self, info: ParameterInfo, of_module: tuple[Candidate, ...]) -> ResolvedParameter:
         speakers = self._ranked(info.fqn, of_module)
         claim = next((c for c in speakers if c.style is None or c.style.claims), None)
-        return ResolvedParameter(info, claim.rule if claim else None, claim.style if claim else None)
+        return ResolvedParameter(info, claim.rule if claim else None, claim.style if claim else None, speakers)
 
     def _ranked(self, fqn: str, others: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
         """All that speak about ``fqn``, the winner first; a tie between different sayings is noted."""
