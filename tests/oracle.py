@@ -25,12 +25,13 @@ from counting import Counting
 from mutants import Mutant
 from parity import Batch
 from shardplan.apply import apply
-from shardplan.compiled import CompiledPlan
+from shardplan.compiled import CompiledModule, CompiledPlan
 from shardplan.inventory import take_inventory
+from shardplan.layouts import REPLICATE
 from shardplan.lower import lower
 from shardplan.merge import read_plan
 from shardplan.mesh import parse_mesh
-from shardplan.resolve import ResolvedPlan, resolve
+from shardplan.resolve import ResolvedModule, ResolvedPlan, resolve
 
 MESH = "dp=2,tp=2"
 MODELS = {"llama": "llama", "qwen2": "qwen3", "gemma3": "gemma3-vision"}
@@ -72,12 +73,12 @@ class Cost:
     unit: int
 
     def wastes(self, base: Cost) -> str:
-        """What is worse than at ``base``; an FSDP2 trade of memory for traffic, or the reverse, is no waste."""
+        """What is worse than at ``base``; smaller units that send more are a trade, and no waste."""
         if self.parameters > base.parameters:
             return f"holds {self.parameters} bytes of parameters, not {base.parameters}"
         if self.tp_calls > base.tp_calls or self.tp_bytes > base.tp_bytes:
             return f"sends {self.tp_bytes} bytes in {self.tp_calls} calls, not {base.tp_bytes} in {base.tp_calls}"
-        if self.unit > base.unit and self.fsdp_bytes >= base.fsdp_bytes:
+        if self.unit > base.unit:
             return f"gathers {self.unit} bytes at once, not {base.unit}"
         if self.fsdp_bytes > base.fsdp_bytes and self.unit >= base.unit:
             return f"FSDP2 sends {self.fsdp_bytes} bytes, not {base.fsdp_bytes}"
@@ -108,10 +109,11 @@ def _look(mutant: Mutant, sequence_parallel: bool) -> Seen:
             resolved = resolve(read_plan(path), take_inventory(model))
         except ValueError as refused:
             return Seen(f"no plan: {refused}", None, False)
-    idle = _idle(resolved, mutant.written)
+    idle = False
     try:
         mesh = parity.build_mesh(MESH)
         compiled = lower(resolved, parse_mesh(MESH), sequence_parallel=sequence_parallel)
+        idle = _idle(resolved, compiled, mutant.written, sequence_parallel)
         sharded = apply(model, compiled, mesh)
         faults = _faults(tiny_models.build(name), sharded, mesh)
         return Seen(faults[0] if faults else "", _cost(sharded, compiled, mesh), idle)
@@ -128,20 +130,36 @@ def _faults(reference: nn.Module, sharded: nn.Module, mesh: parity.DeviceMesh) -
     return faults + list(parity.compare_accumulation(reference, sharded, mesh))
 
 
-def _idle(resolved: ResolvedPlan, written: str) -> bool:
-    """Whether the written rule decides about no parameter and states no edge: nothing would change without it.
+def _idle(resolved: ResolvedPlan, compiled: CompiledPlan, written: str, sequence_parallel: bool) -> bool:
+    """Whether the written rule does nothing: it decides about no parameter and converts nothing in either mode.
 
-    Position tables have no parameters: ``rotary`` only guards them.
+    So does one that states a layout that is not there and that nothing converts to. A rule that only guards, such as
+    ``rotary`` for position tables, is not idle.
     """
-    decided = {str(m.rule.pattern) for m in resolved.modules if m.rule and (m.info.parameters or _has_edges(m))}
-    decided |= {str(p.claim.pattern) for m in resolved.modules for p in m.parameters if p.claim}
-    guards = {str(m.rule.pattern) for m in resolved.modules if m.rule and m.style and m.style.positions}
-    return bool(written) and written not in decided | guards
+    spoken = [m for m in resolved.modules if m.rule and str(m.rule.pattern) == written]
+    claims = {str(p.claim.pattern) for m in resolved.modules for p in m.parameters if p.claim}
+    by_fqn = compiled.by_fqn
+    if not written:
+        return False
+    if any(_untrue(module, by_fqn[module.fqn], side, sequence_parallel) for module in spoken for side in SIDES):
+        return True
+    works = any((m.style and m.style.positions) or by_fqn[m.fqn].edges for m in spoken)
+    return not works and written not in claims
 
 
-def _has_edges(module: object) -> bool:
-    rule, style = module.rule, module.style  # type: ignore[attr-defined]  # a ResolvedModule
-    return bool(rule.input or rule.output or (style and (style.input or style.output)))
+SIDES = ("input", "output")
+
+
+def _untrue(module: ResolvedModule, compiled: CompiledModule, side: str, sequence_parallel: bool) -> bool:
+    """Whether a stated edge does nothing and is not what the style does there in any case."""
+    stated = getattr(module.rule, side)
+    edge = getattr(compiled, side)
+    if stated is None or (edge is not None and edge.in_mode(sequence_parallel) is not None):
+        return False
+    own = getattr(module.style, side)
+    inner = REPLICATE if own is None else own.target if side == "input" else own.source
+    ends = {end.resolved(sequence_parallel) for end in (stated.source, stated.target)}
+    return ends != {inner.resolved(sequence_parallel)}
 
 
 def _cost(sharded: nn.Module, compiled: CompiledPlan, mesh: parity.DeviceMesh) -> Cost:

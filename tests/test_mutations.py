@@ -93,7 +93,7 @@ HARMLESS: list[Harmless] = [
     ("ids are no activation: nothing converts them", "TP SP", {
         ".embed_tokens": ["{style: rowwise, input: replicate -> shard(-1)}"]}),
     ("position tables have no parameters and are whole in any case", "TP SP", {
-        ".rotary_emb": ["", "null", "sequence_parallel", "replicated_with_grad_allreduce"]}),
+        ".rotary_emb": [""]}),
     ("inside a block, edges belong to the block", "TP SP", {
         **{linear: ["colwise_gather_output"] for linear in (Q, K, V, GATE, UP)},
         **{linear: ["rowwise_split_input"] for linear in (OUT, DOWN)}}),

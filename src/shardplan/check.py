@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from shardplan.checks.gradients import check_gradients, check_ties
+from shardplan.checks.idle import check_idle_rules, check_whole
 from shardplan.checks.kinds import check_kinds, check_parameters, check_token_mixers, check_unknown_parameters
 from shardplan.checks.layouts import check_conversions, check_groups, check_places, check_repeats
 from shardplan.checks.matching import (
@@ -15,7 +16,7 @@ from shardplan.checks.matching import (
     check_styles,
 )
 from shardplan.checks.members import check_members, check_packed
-from shardplan.checks.options import check_dropout, check_options
+from shardplan.checks.options import check_dropout, check_options, check_reduce_dtype
 from shardplan.checks.side import check_side_parameters
 from shardplan.checks.sizes import check_dims, check_head_counts, check_heads
 from shardplan.checks.stream import check_stream
@@ -49,7 +50,10 @@ CHECKS: tuple[Check, ...] = (
     check_dims,
     check_side_parameters,
     check_options,
+    check_reduce_dtype,
     check_dropout,
+    check_idle_rules,
+    check_whole,
 )
 
 

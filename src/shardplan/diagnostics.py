@@ -99,6 +99,8 @@ CODES = {
     "SP107": "no root of the plan exists in the model",
     "SP108": "a pattern of fsdp or recompute that matches nothing",
     "SP109": "FSDP2 units that cannot be wrapped as written",
+    "SP110": "a rule that does nothing",
+    "SP111": "FSDP2 units that gather more than they need",
     # the plan against the mesh and the layouts
     "SP201": "attention heads that tp does not divide",
     "SP202": "a dim that tp does not divide",
@@ -110,6 +112,9 @@ CODES = {
     "SP208": "a whole parameter that covers cut heads or features",
     "SP209": "dropout over tp ranks",
     "SP210": "attention that counts heads by an attribute",
+    "SP211": "a large weight or activation left whole",
+    "SP212": "logits both sharded and gathered",
+    "SP213": "gradients added up in half precision",
     # the mesh and the call
     "SP301": "a mesh that cannot be used",
     "SP302": "the model already has a plan applied",
@@ -117,10 +122,12 @@ CODES = {
     "SP304": "an option that needs something the mesh or the model lacks",
     # what a run shows
     "SP401": "a forward or backward that raises under the plan",
+    "SP402": "a step that sends otherwise than the compiled plan says",
     "SP403": "a forward that departs from the unsharded model",
     "SP404": "gradients or parameters that depart from the unsharded model",
     # could not check
     "SP901": "the model cannot be found or built",
     "SP902": "only the file was checked",
     "SP903": "the model cannot be verified here",
+    "SP904": "the model cannot be run dry here",
 }

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from shardplan.checks.target import Target
 from shardplan.diagnostics import Diagnostic, Severity
 
+HALF = ("bfloat16", "float16")
+
 
 def check_options(target: Target) -> Iterator[Diagnostic]:
     """SP304: mixed precision and CPU offload are FSDP2's, and FSDP2 needs a dp axis."""
@@ -22,6 +24,21 @@ def check_options(target: Target) -> Iterator[Diagnostic]:
                 expected="a dp axis; one of size 1 will do",
                 hint=f"use mesh 'dp=1,{target.mesh}', or pass {option}=False",
             )
+
+
+def check_reduce_dtype(target: Target) -> Iterator[Diagnostic]:
+    """SP213: without a reduce dtype FSDP2 adds gradients up in the dtype of the parameters' copies."""
+    policy = target.resolved.plan.mixed_precision
+    if policy is not None and policy.param in HALF and policy.reduce is None and target.mesh.has_dp:
+        yield Diagnostic(
+            "SP213",
+            f"gradients are added up over {target.mesh.size} ranks in {policy.param}: mixed_precision names no reduce",
+            where=target.resolved.plan.where,
+            subject="mixed_precision",
+            expected="`reduce: float32`, or `reduce: " + f"{policy.param}` where that is meant",
+            hint="torch takes the parameters' dtype; at 8 bits of mantissa small gradients are lost beside large ones",
+            severity=Severity.WARNING,
+        )
 
 
 def check_dropout(target: Target) -> Iterator[Diagnostic]:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from math import prod
 
 from shardplan.checks.names import general
-from shardplan.checks.target import Target, listed
-from shardplan.diagnostics import Diagnostic, Location
+from shardplan.checks.target import Target, listed, size
+from shardplan.diagnostics import Diagnostic, Location, Severity
 from shardplan.inventory import ancestors
 from shardplan.plan import Recompute, Unit
 from shardplan.resolve import Matched
@@ -20,9 +20,11 @@ def check_units(target: Target) -> Iterator[Diagnostic]:
         yield from _reshard(target, matched.line.reshard, matched.line.where, matched.line.pattern.text)
     yield from _reshard(target, target.resolved.plan.root_reshard, target.resolved.plan.where, "root")
     yield from _whole_model(target)
+    yield from _root_reshards(target)
     for entry in target.resolved.recompute:
         yield from _containers(target, entry, "nothing can be recomputed at")
     units = {fqn for matched in target.resolved.units for fqn in matched.fqns}
+    yield from _layers_without_unit(target, units)
     for group in target.resolved.inventory.ties if target.mesh.has_dp else ():
         around = {parameter.fqn: _unit_around(parameter.fqn, units) for parameter in group}
         if len(set(around.values())) > 1:
@@ -36,6 +38,43 @@ def check_units(target: Target) -> Iterator[Diagnostic]:
                 expected="one unit around all names of a parameter",
                 hint=f"take {listed(inner)} out of fsdp.units; the outermost unit then holds both",
             )
+
+
+def _layers_without_unit(target: Target, units: set[str]) -> Iterator[Diagnostic]:
+    """SP111: decoder layers that no unit of their own holds are gathered all at once."""
+    layers = target.stream.layers
+    if layers is None or not target.mesh.has_dp or any(target.explained(fqn) for fqn in units):
+        return
+    modules = target.resolved.inventory.modules
+    members = [m.fqn for m in modules if m.fqn and next(ancestors(m.fqn)) == layers]
+    bare = [member for member in members if not any(unit == member or unit.startswith(f"{member}.") for unit in units)]
+    if len(bare) > 1:
+        held = tuple(f"{member}." for member in bare)
+        nbytes = sum(p.nbytes for m in modules for p in m.parameters if p.fqn.startswith(held))
+        yield Diagnostic(
+            "SP111",
+            f"{len(bare)} of {len(members)} decoder layers lie in no FSDP2 unit of their own: their parameters, "
+            f"{size(nbytes)} over all tp ranks, are gathered at once",
+            where=target.resolved.plan.where,
+            subject=layers,
+            expected="one unit for each layer",
+            hint=f'write `fsdp: {{units: {{"{target.spell(layers)}.*": {{}}}}}}`',
+            severity=Severity.WARNING,
+        )
+
+
+def _root_reshards(target: Target) -> Iterator[Diagnostic]:
+    """SP111: the outermost unit's parameters are needed last in the forward and first in the backward."""
+    if target.resolved.plan.root_reshard and target.mesh.has_dp:
+        yield Diagnostic(
+            "SP111",
+            "the outermost FSDP2 unit frees its parameters after the forward and gathers them again at once",
+            where=target.resolved.plan.where,
+            subject="root",
+            expected="`root: {reshard: false}`",
+            hint="write so, or leave it out",
+            severity=Severity.WARNING,
+        )
 
 
 def _unit_around(parameter: str, units: set[str]) -> str:

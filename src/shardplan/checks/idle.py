@@ -1,0 +1,134 @@
+"""Checks that nothing is written in vain, and that what stays whole is said: right plans that could do more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardplan.checks.names import general
+from shardplan.checks.target import Target, size
+from shardplan.diagnostics import Diagnostic, Severity
+from shardplan.layouts import REPLICATE, STREAM
+from shardplan.plan import Rule
+from shardplan.residual import input_conversion, output_conversion
+from shardplan.resolve import Matched, ResolvedModule
+from shardplan.styles import Kind, Split
+
+
+def check_idle_rules(target: Target) -> Iterator[Diagnostic]:
+    """SP110: a rule decides something, unless others override it wherever it matches or there is nothing to decide.
+
+    Only rules of the uppermost layer are asked: those below were written for other models, too.
+    """
+    deciding = {id(rule) for module in target.resolved.modules for rule in _decide(module)}
+    top = max((matched.line.layer.rank for matched in target.resolved.rules), default=0)
+    for matched in target.resolved.rules:
+        rule = matched.line
+        if rule.layer.rank != top or not matched.fqns or id(rule) in deciding or id(rule) in target.faulty.rules:
+            continue
+        yield Diagnostic(
+            "SP110",
+            f"{rule.pattern} does nothing: {_why(target, matched)}",
+            where=rule.where,
+            subject=str(rule.pattern),
+            expected="a rule that decides about a parameter or an edge",
+            hint="remove it",
+            severity=Severity.WARNING,
+        )
+
+
+def _decide(module: ResolvedModule) -> Iterator[Rule]:
+    """The rules that have a say in what is done to a module."""
+    yield from (parameter.claim for parameter in module.parameters if parameter.claim is not None)
+    style = module.style
+    if module.rule is None or style is None:
+        return
+    converts = input_conversion(module) or output_conversion(module)
+    if (
+        len(module.speakers) > 1
+        or style.opens_block
+        or style.positions
+        or style.native is not None
+        or (converts and _may_convert(module))
+    ):
+        yield module.rule
+
+
+def _may_convert(module: ResolvedModule) -> bool:
+    """Whether an edge is stated, or is the style's own on something that it splits or that is on the stream."""
+    assert module.rule is not None
+    return bool(module.rule.input or module.rule.output or module.info.parameters)
+
+
+def _why(target: Target, matched: Matched[Rule]) -> str:
+    modules = [target.resolved.by_fqn[fqn] for fqn in matched.fqns if fqn in target.resolved.by_fqn]
+    winner = next((m.rule for m in modules if m.rule is not None and m.rule is not matched.line), None)
+    if winner is not None:
+        return f"{winner.pattern} ({winner.where}) decides wherever it matches"
+    return f"{general(matched.fqns[0])} has no parameter to decide about and no edge is stated"
+
+
+# ---------------------------------------------------------------- SP211
+
+
+def check_whole(target: Target) -> Iterator[Diagnostic]:
+    """SP211: what is large and could be cut, but is left whole by a rule: right, and paid for on every rank."""
+    if not target.mesh.has_tp:
+        return
+    cut = {general(module.fqn) for module in target.resolved.modules if _splits(module)}
+    ends = {target.resolved.inventory.embedding, target.resolved.inventory.head}
+    whole: dict[str, tuple[Rule, int]] = {}
+    for module in target.resolved.modules:
+        claimed = [p for p in module.parameters if p.claim is not None and p.style is not None]
+        could = module.info.kind is not Kind.OTHER and (module.fqn in ends or general(module.fqn) in cut)
+        if not claimed or not could or _splits(module):
+            continue
+        rule = claimed[0].claim
+        assert rule is not None
+        nbytes = sum(p.info.nbytes for p in module.parameters)
+        before = whole.get(general(module.fqn), (rule, 0))
+        whole[general(module.fqn)] = (before[0], before[1] + nbytes)
+    for name, (rule, nbytes) in whole.items():
+        yield Diagnostic(
+            "SP211",
+            f"{name} stays whole by {rule.pattern}: {size(nbytes)} on every tp rank, where a cut would leave "
+            f"{size(-(-nbytes // target.mesh.tp))}",
+            where=rule.where,
+            subject=name,
+            expected="",
+            hint="leave it so if that is meant; otherwise cut it as its like are cut",
+            severity=Severity.NOTE,
+        )
+    yield from _gathered_head(target)
+
+
+def _splits(module: ResolvedModule) -> bool:
+    return module.style is not None and (module.style.split is not Split.NONE or module.style.native is not None)
+
+
+def _gathered_head(target: Target) -> Iterator[Diagnostic]:
+    """SP212, SP211: a head that gathers its logits, against what the plan says of them, or in silence."""
+    head, logits = target.resolved.head, target.resolved.plan.logits
+    if head is None or head.rule is None or head.style is None or head.style.split is not Split.OUTPUT:
+        return
+    given = output_conversion(head)
+    if given is None or given.target not in (REPLICATE, STREAM) or logits == "gathered":
+        return
+    if logits == "sharded":
+        yield Diagnostic(
+            "SP212",
+            f"the plan says `logits: sharded`, but {head.fqn} gathers them: output {given}",
+            where=head.rule.where,
+            subject=head.fqn,
+            expected="output: shard(-1)",
+            hint="a vocabulary-parallel loss on gathered logits is off by ln(tp): remove one of the two",
+        )
+    else:
+        yield Diagnostic(
+            "SP211",
+            f"{head.fqn} gathers the logits, which are tp={target.mesh.tp} times as large as what the loss needs",
+            where=head.rule.where,
+            subject=head.fqn,
+            expected="output: shard(-1)",
+            hint="write `logits: gathered` if callers need them whole; for evaluation there is gathered_logits()",
+            severity=Severity.NOTE,
+        )
