@@ -5,11 +5,14 @@ tests/test_compat.py pins the behaviour behind each, so that an upgrade tells us
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
 
@@ -81,3 +84,78 @@ def fsdp_parameters(unit: FSDPModule) -> list[Any]:
     """
     group = unit._get_fsdp_state()._fsdp_param_group
     return list(group.fsdp_params) if group is not None else []
+
+
+# ---------------------------------------------------------------- runs without weights and ranks
+
+
+def fake_store() -> Store:
+    """torch 2.13: the store of the ``fake`` backend, whose collectives return at once and move nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
+def fake_tensors() -> AbstractContextManager[Any]:
+    """torch 2.13: inside, tensors have shapes and dtypes but no memory. Meta tensors may come in from outside."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def has_values(x: torch.Tensor) -> bool:
+    """torch 2.13: False for a fake or meta tensor, of which no condition can be asked."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return not isinstance(x, FakeTensor) and not x.is_meta
+
+
+def needs_values(error: BaseException) -> bool:
+    """torch 2.13: whether a fake tensor raised because an operation depends on values, not on the plan."""
+    from torch._subclasses import fake_tensor
+
+    return isinstance(error, fake_tensor.DataDependentOutputException | fake_tensor.DynamicOutputShapeException)
+
+
+def group_of(args: Sequence[Any]) -> str:
+    """torch 2.13: the group's name among a dispatched collective's arguments: text, or a boxed group."""
+    for arg in reversed(args):
+        if isinstance(arg, str):
+            return arg
+        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
+            return str(torch.distributed.ProcessGroup.unbox(arg).group_name)
+    return ""
+
+
+def next_node() -> int:
+    """torch 2.13: the number that the next node of the autograd graph gets in this thread; they only grow."""
+    number: int = torch._C._autograd._get_sequence_nr()
+    return number
+
+
+def running_node() -> tuple[int, str] | None:
+    """torch 2.13: number and name of the autograd node whose backward is running in this thread.
+
+    None outside a backward, and for the accumulation of gradients, whose nodes are made before any forward.
+    """
+    node = torch._C._current_autograd_node()
+    if node is None or "AccumulateGrad" in node.name():
+        return None
+    return node._sequence_nr(), node.name()
+
+
+def fsdp_label(text: str) -> str | None:
+    """torch 2.13: the path of the unit that FSDP2 works on, out of the label it gives a profiler; "" is the model.
+
+    ``FSDP::all_gather (model.layers.0)``. None for other labels.
+    """
+    if not text.startswith("FSDP::"):
+        return None
+    return text.partition(" (")[2].removesuffix(")")
+
+
+def forget_meshes() -> None:
+    """torch 2.13: DTensor's cached placements hold a mesh and its groups' names; the next equal mesh has others."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()

@@ -15,6 +15,7 @@ import click
 
 from shardplan.command.check import check_one
 from shardplan.command.compile import compile_one
+from shardplan.command.dry_run import dry_run_one
 from shardplan.command.explain import explain_one
 from shardplan.command.request import Request
 from shardplan.command.verify import Verifier
@@ -50,6 +51,7 @@ def _own_styles(_context: click.Context, _option: click.Parameter, module: str |
     "--styles", "own_styles", metavar="MODULE", callback=_own_styles, help="A Python module with your own STYLES."
 )
 @click.option("--check", is_flag=True, help="Only report what is wrong; quiet when clean.")
+@click.option("--dry-run", is_flag=True, help="Check, then run a step of the real-size model, and count what is sent.")
 @click.option("--verify", is_flag=True, help="Check, then prove by numbers on local processes.")
 @click.option(
     "--processes", type=click.IntRange(2, 16), default=2, show_default=True, help="How many of them --verify starts."
@@ -69,6 +71,7 @@ def command(
     sequence_parallel: bool | None,
     own_styles: Mapping[str, Style],
     check: bool,
+    dry_run: bool,
     verify: bool,
     processes: int,
     explain: tuple[str, ...],
@@ -91,6 +94,8 @@ def command(
     for plan in plans or _shipped():
         if verifier:
             answers += verifier.verify_one(plan, request, findings, printing=format_ == "text")
+        elif dry_run:
+            answers += dry_run_one(plan, request, findings, printing=format_ == "text")
         elif check:
             check_one(plan, request, findings)
         elif explain:
@@ -100,8 +105,8 @@ def command(
     if verifier:
         verifier.close()
     if format_ == "json":
-        kind = "proofs" if verify else "explanations" if explain else "plans"
-        asked = {kind: answers} if verify or not check else {}
+        kind = "proofs" if verify else "dry_runs" if dry_run else "explanations" if explain else "plans"
+        asked = {kind: answers} if verify or dry_run or not check else {}
         click.echo(json.dumps({"findings": findings.data(), **asked}, indent=2))
     else:
         for line in findings.github() if format_ == "github" else findings.text():

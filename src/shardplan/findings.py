@@ -8,7 +8,8 @@ from typing import Any
 from shardplan.diagnostics import Diagnostic, Severity
 
 CLEAN, WRONG, COULD_NOT_CHECK = 0, 1, 2
-COULD_NOT_CHECK_CODES = ("SP001", "SP301", "SP901")  # a plan, mesh or model that cannot be had says nothing of a plan
+# A plan, mesh or model that cannot be had, or a run that cannot be made, says nothing of a plan.
+COULD_NOT_CHECK_CODES = ("SP001", "SP301", "SP901", "SP904")
 
 
 class Findings:

@@ -1,0 +1,53 @@
+"""``plan-compile --dry-run``: the checks, then one step of the real-size model without weights or ranks."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+from shardplan.command.request import Request, Situation
+from shardplan.diagnostics import PlanError, errors
+from shardplan.findings import Findings
+
+
+def dry_run_one(name: str, request: Request, findings: Findings, *, printing: bool) -> Iterator[dict[str, Any]]:
+    """Check one plan in every situation and run it dry where the checks pass; print what is sent, and give it as data.
+
+    The findings are complete once the iterator is exhausted.
+    """
+    from shardplan.check import check
+
+    try:
+        plan = request.plan(name)
+        if request.missing(plan):
+            findings.add(request.file_only(plan))
+            return
+        for situation in request.situations(plan):
+            if isinstance(situation, PlanError):
+                findings.add(situation.diagnostics)
+                continue
+            found = check(situation.target)
+            findings.add(found, str(situation))
+            if not errors(found):
+                yield from _run(name, situation, findings, printing=printing)
+    except PlanError as refused:
+        findings.add(refused.diagnostics)
+
+
+def _run(plan: str, situation: Situation, findings: Findings, *, printing: bool) -> Iterator[dict[str, Any]]:
+    from shardplan.dry_run.report import as_data, text
+    from shardplan.dry_run.run import dry_run
+    from shardplan.references import build_meta_model
+
+    ran = dry_run(situation.target, build_meta_model(situation.model))
+    findings.add(ran.findings, str(situation))
+    if not ran.calls:
+        return
+    if printing:
+        click.echo(f"plan {plan} on {situation}: one step of {ran.length} tokens a rank; bytes that a rank puts in\n")
+        click.echo(text(ran.calls, shutil.get_terminal_size().columns if sys.stdout.isatty() else None) + "\n")
+    yield {"plan": plan, "on": str(situation), "length": ran.length, **as_data(ran.calls)}

@@ -1,0 +1,90 @@
+"""A dry run by kind of module: for people a table, for programs data."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from shardplan.checks.names import general
+from shardplan.checks.target import count, size
+from shardplan.dry_run.calls import Call, Purpose
+
+TOTALS = {"tp": (Purpose.EDGE, Purpose.SUM), "FSDP2": (Purpose.FSDP,), "loss": (Purpose.LOSS,)}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Calls of one collective at modules of one kind. Bytes are what a rank puts in.
+
+    Attributes:
+        module: ``model.layers.*.mlp``, the exact name where it is one alone; for FSDP2 the unit. "" is the model.
+        modules: how many of the kind call it: ``calls`` / ``modules`` is what one layer does.
+    """
+
+    purpose: str
+    module: str
+    direction: str
+    name: str
+    modules: int
+    calls: int
+    nbytes_per_call: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.calls * self.nbytes_per_call
+
+
+def rows(calls: tuple[Call, ...]) -> tuple[Row, ...]:
+    """In the order of first calls, the forward's before the backward's; calls of other sizes are rows of their own."""
+    fqns: dict[tuple[str, str, str, str, int], Counter[str]] = defaultdict(Counter)
+    for call in calls:
+        fqns[call.purpose.value, general(call.module), call.direction, call.name, call.nbytes][call.module] += 1
+    return tuple(
+        Row(
+            purpose,
+            kind if len(modules) > 1 else next(iter(modules)),
+            direction,
+            name,
+            len(modules),
+            modules.total(),
+            n,
+        )
+        for (purpose, kind, direction, name, n), modules in fqns.items()
+    )
+
+
+def totals(calls: tuple[Call, ...]) -> dict[str, tuple[int, int]]:
+    """Calls and bytes of one step: over tp, FSDP2's, and the loss's."""
+    sent = {name: [call.nbytes for call in calls if call.purpose in purposes] for name, purposes in TOTALS.items()}
+    return {name: (len(sizes), sum(sizes)) for name, sizes in sent.items()}
+
+
+def text(calls: tuple[Call, ...], width: int | None = None) -> str:
+    """The table and the totals below it."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for heading in ("for", "at", "direction", "collective"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("per layer", "per step", "each", "bytes per step"):
+        table.add_column(heading, justify="right")
+    for row in rows(calls):
+        per_layer = f"{row.calls / row.modules:g}"
+        numbers = (per_layer, str(row.calls), size(row.nbytes_per_call), size(row.nbytes))
+        table.add_row(row.purpose, row.module or "the model", row.direction, row.name, *numbers)
+    # Not markup: names are text.
+    console = Console(width=width or 400, markup=False, emoji=False, highlight=False, color_system=None)
+    with console.capture() as captured:
+        console.print(table)
+    lines = [line.rstrip().replace("─", "-") for line in captured.get().splitlines()]  # any encoding has a dash
+    summed = [f"{name} {count(number, 'call')}, {size(nbytes)}" for name, (number, nbytes) in totals(calls).items()]
+    return "\n".join([*lines, "in all: " + "; ".join(summed)])
+
+
+def as_data(calls: tuple[Call, ...]) -> dict[str, Any]:
+    """The same as JSON-able data."""
+    summed = {name: {"calls": number, "nbytes": nbytes} for name, (number, nbytes) in totals(calls).items()}
+    return {"collectives": [{**asdict(row), "nbytes": row.nbytes} for row in rows(calls)], "totals": summed}
