@@ -76,3 +76,48 @@ def llama_with_gain() -> nn.Module:
 def phi3() -> nn.Module:
     """Its q, k and v are one linear, and so are its gate and up."""
     return Phi3ForCausalLM(Phi3Config(**TINY, pad_token_id=0))
+
+
+class TwoNorms(nn.Module):
+    """A final norm in two parts, both on the residual stream."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.RMSNorm(width), nn.RMSNorm(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+def llama_with_two_norms() -> nn.Module:
+    model = llama()
+    model.model.norm = TwoNorms(32)
+    return model
+
+
+class FixedWidth(nn.Linear):
+    """A projection that reshapes what it gets by its full width: no rank with a part of it can run that."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.reshape(*x.shape[:2], 2, self.in_features // 2).flatten(2))
+
+
+def llama_of_fixed_width() -> nn.Module:
+    model = llama()
+    for layer in model.model.layers:
+        layer.mlp.down_proj = FixedWidth(48, 32, bias=False)
+    return model
+
+
+class AcrossFeatures(nn.Module):
+    """An activation that looks at all features at once, and has no weight by which one could tell."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.silu(x - x.mean(-1, keepdim=True))
+
+
+def llama_across_features() -> nn.Module:
+    model = llama()
+    for layer in model.model.layers:
+        layer.mlp.act_fn = AcrossFeatures()
+    return model

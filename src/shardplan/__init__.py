@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from shardplan.api import check_plan as check_plan
     from shardplan.api import compile_plan as compile_plan
     from shardplan.api import gathered_logits as gathered_logits
+    from shardplan.api import verify_plan as verify_plan
     from shardplan.batches import data_parallel_rank_and_size as data_parallel_rank_and_size
     from shardplan.batches import require_same_batch as require_same_batch
     from shardplan.diagnostics import Diagnostic as Diagnostic
@@ -33,6 +34,7 @@ _HOMES = {
     "check_plan": "api",
     "compile_plan": "api",
     "gathered_logits": "api",
+    "verify_plan": "api",
     "data_parallel_rank_and_size": "batches",
     "require_same_batch": "batches",
     "Diagnostic": "diagnostics",

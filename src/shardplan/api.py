@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shardplan.check import check
@@ -73,6 +74,52 @@ def compile_plan(
     if errors(findings):
         raise PlanError(findings)
     return lower(target.resolved, target.mesh, sequence_parallel=target.sequence_parallel)
+
+
+def verify_plan(
+    plan: Layers,
+    model: nn.Module | Callable[[], nn.Module],
+    mesh: MeshSpec | str,
+    *,
+    processes: int = 2,
+    overrides: Layers | None = None,
+    styles: UserStyles | None = None,
+    **options: Any,
+) -> tuple[Diagnostic, ...]:
+    """`check_plan`, and where that finds no error the numeric proof: a small model on local processes, in fp32.
+
+    The architecture of ``model`` is made small: the first layers that hold every kind, the same ratio of heads to tp,
+    the same tying and kinds of experts. It is sharded over local gloo processes and compared with the unsharded one:
+    logits, loss, every gradient, replicas, the gradient norm, parameters after AdamW steps.
+
+    Args:
+        plan, mesh, overrides, styles, options: as for `check_plan`. Without ``sequence_parallel`` both modes are run.
+        model: a transformers model, on the meta device or not; or a function of a module that builds a small model,
+            which is then taken as it is.
+        processes: how many local ranks.
+
+    Returns:
+        Every finding of the checks, and SP401 (it raises), SP403 (its forward departs) or SP404 (its gradients do) with
+        the first parameter or module that is wrong and the rule that governs it. Empty when the plan is proven right.
+
+    Raises:
+        PlanError: the plan, the mesh or an option cannot be read; SP903, the model cannot be made small.
+    """
+    from torch import nn
+
+    from shardplan.verify.prove import make_subject, prove
+    from shardplan.verify.ranks import LocalRanks
+
+    built = model if isinstance(model, nn.Module) else model()
+    first = _target(plan, overrides, built, mesh, styles, Options(**options))
+    both = options.get("sequence_parallel") is None and first.resolved.plan.speaks_of_stream
+    targets = [replace(first, sequence_parallel=mode) for mode in (False, True)] if both else [first]
+    findings = {finding: None for target in targets for finding in check(target)}
+    if errors(findings):
+        return tuple(findings)
+    subject = make_subject(built, first.mesh, processes, builder=None if model is built else model)
+    with LocalRanks(subject.mesh.size) as ranks:
+        return (*findings, *(found for target in targets for found in prove(target, subject, ranks)))
 
 
 def apply_plan(

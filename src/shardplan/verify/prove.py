@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from torch import nn
 
@@ -14,7 +13,6 @@ from shardplan.diagnostics import Diagnostic
 from shardplan.inventory import ancestors
 from shardplan.mesh import SHARDING, TP, MeshSpec
 from shardplan.plan import Rule
-from shardplan.references import build_model
 from shardplan.verify.compare import Deviation, Proof, compare
 from shardplan.verify.ranks import LocalRanks, RanksFailedError
 from shardplan.verify.shrink import Change, shrink
@@ -31,21 +29,24 @@ class Subject:
     mesh: MeshSpec
 
 
-def make_subject(model: nn.Module, mesh: MeshSpec, processes: int, spec: str | None = None) -> Subject:
+def make_subject(
+    model: nn.Module, mesh: MeshSpec, processes: int, builder: Callable[[], nn.Module] | None = None
+) -> Subject:
     """The small model on which a plan for ``model`` on ``mesh`` is proven.
 
     Args:
         model: as large as it is, usually on the meta device.
         mesh: the one that the plan is meant for.
         processes: how many there are.
-        spec: ``module:function`` that builds ``model``, where one does.
+        builder: a function of a module, or another picklable one, that builds ``model``, where there is one. Its model
+            is taken as it is, if it is small enough to run.
 
     Raises:
         PlanError: SP903, the model cannot be made small.
     """
     small = small_mesh(mesh, processes)
-    if spec is not None and ":" in spec and sum(parameter.numel() for parameter in model.parameters()) <= SMALL_ENOUGH:
-        return Subject(partial(build_model, spec, "cpu"), (), small)
+    if builder is not None and sum(parameter.numel() for parameter in model.parameters()) <= SMALL_ENOUGH:
+        return Subject(builder, (), small)
     shrunk = shrink(model, mesh.tp, small.tp)
     return Subject(shrunk, shrunk.changes, small)
 
@@ -88,11 +89,10 @@ def _findings(target: Target, mesh: MeshSpec, deviations: Sequence[Deviation]) -
     more = f"; so are {count(len(others), 'other')}" if others else ""
     code, message, expected, hint = _words(first, name, more)
     governed = f" (rule {rule.pattern})" if rule else ""
-    where = f"on {count(mesh.size, 'process').replace('processs', 'processes')}, {mesh}"
     return [
         Diagnostic(
             code,
-            f"{message}{governed}, in {first.when} {where}",
+            f"{message}{governed}, in {first.when} on {mesh}",
             where=rule.where if rule else target.resolved.plan.where,
             subject=name or target.resolved.inventory.architectures[0],
             expected=expected,
@@ -126,12 +126,8 @@ def _words(deviation: Deviation, name: str, more: str) -> tuple[str, str, str, s
         return "SP404", f"{name} {text}", "the parameters of the unsharded model", "place both ends of the tie alike"
     what = {"gradient": "the gradient of ", "parameter": "after training, "}.get(deviation.what, "")
     hint = "where each rank sees its part of the work only, use replicated_with_grad_allreduce"
-    return (
-        "SP404",
-        f"{what}{name} {'is ' if what else ': '}{text}{more}".replace(" :", ":"),
-        "the unsharded model's",
-        hint,
-    )
+    message = f"{what}{name} is {text}{more}" if what else f"{name}: {text}{more}"
+    return "SP404", message, "what the unsharded model has", hint
 
 
 def _governing(target: Target, subject: str) -> Rule | None:
@@ -147,14 +143,3 @@ def _governing(target: Target, subject: str) -> Rule | None:
         elif module.rule is not None:
             return module.rule
     return None
-
-
-def verify(target: Target, model: nn.Module, processes: int = 2, spec: str | None = None) -> tuple[Diagnostic, ...]:
-    """Prove one plan in one mode with processes of its own; see `prove`.
-
-    Raises:
-        PlanError: SP903, the model cannot be made small.
-    """
-    subject = make_subject(model, target.mesh, processes, spec)
-    with LocalRanks(subject.mesh.size) as ranks:
-        return prove(target, subject, ranks)
