@@ -15,8 +15,10 @@ import click
 
 from shardplan.command.check import check_one
 from shardplan.command.compile import compile_one
+from shardplan.command.diff import diff_one
 from shardplan.command.dry_run import dry_run_one
 from shardplan.command.explain import explain_one
+from shardplan.command.lock import Locker
 from shardplan.command.request import Request
 from shardplan.command.verify import Verifier
 from shardplan.findings import COULD_NOT_CHECK, Findings
@@ -57,6 +59,8 @@ def _own_styles(_context: click.Context, _option: click.Parameter, module: str |
     "--processes", type=click.IntRange(2, 16), default=2, show_default=True, help="How many of them --verify starts."
 )
 @click.option("--explain", multiple=True, metavar="NAME", help="What is said of a module or parameter, and why.")
+@click.option("--diff", metavar="OTHER", help="What changes with another plan, mode=tp or mode=sp, or mesh=AXES.")
+@click.option("--lock", metavar="FILE", help="Write what PLANs come to; with --check, fail where it is not so.")
 @click.option("--schema", is_flag=True, help="Print the JSON Schema of a plan file.")
 @click.option("--strict", is_flag=True, help="Let warnings fail too.")
 @click.option(
@@ -75,6 +79,8 @@ def command(
     verify: bool,
     processes: int,
     explain: tuple[str, ...],
+    diff: str | None,
+    lock: str | None,
     schema: bool,
     strict: bool,
     format_: Format,
@@ -88,30 +94,49 @@ def command(
 
         click.echo(plan_schema_text(), nl=False)
         return
+    kind = _one_question(check, verify=verify, dry_run=dry_run, explain=explain, diff=diff, lock=lock)
     request, findings = Request(overlays, model, mesh, sequence_parallel, own_styles), Findings()
     answers: list[dict[str, Any]] = []
     verifier = Verifier(processes) if verify else None
+    locker = Locker(lock, checking=check) if lock else None
     for plan in plans or _shipped():
         if verifier:
             answers += verifier.verify_one(plan, request, findings, printing=format_ == "text")
         elif dry_run:
             answers += dry_run_one(plan, request, findings, printing=format_ == "text")
+        elif locker:
+            locker.lock_one(plan, request, findings)
         elif check:
             check_one(plan, request, findings)
         elif explain:
             answers += explain_one(plan, explain, request, findings, printing=format_ != "json")
+        elif diff:
+            answers += diff_one(plan, diff, request, findings, printing=format_ != "json")
         else:
             answers += compile_one(plan, request, findings, printing=format_ != "json")
     if verifier:
         verifier.close()
+    if locker:
+        locker.write(findings)
     if format_ == "json":
-        kind = "proofs" if verify else "dry_runs" if dry_run else "explanations" if explain else "plans"
-        asked = {kind: answers} if verify or dry_run or not check else {}
-        click.echo(json.dumps({"findings": findings.data(), **asked}, indent=2))
+        click.echo(json.dumps({"findings": findings.data(), **({kind: answers} if kind else {})}, indent=2))
     else:
         for line in findings.github() if format_ == "github" else findings.text():
             click.echo(line)
     sys.exit(findings.exit_code(strict=strict))
+
+
+# What is asked for, and the key of its answers in JSON; a check, also of a lock, has none beside the findings.
+_ANSWERS = {"verify": "proofs", "dry_run": "dry_runs", "explain": "explanations", "diff": "differences", "lock": ""}
+
+
+def _one_question(check: bool, **asked: object) -> str:
+    """The key of the answers in JSON. Questions that are not answered together are refused, not dropped."""
+    given = [name for name in asked if asked[name]]
+    if len(given) > 1 or (check and given in (["explain"], ["diff"])):
+        options = [f"--{name.replace('_', '-')}" for name in [*(["check"] if check else []), *given]]
+        raise click.UsageError(f"{' and '.join(options)} are answered one at a time: give one of them")
+    return _ANSWERS[given[0]] if given else "" if check else "plans"
 
 
 def _shipped() -> Sequence[str]:

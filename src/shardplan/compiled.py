@@ -168,7 +168,7 @@ class CompiledPlan:
 
     def collectives(self) -> Iterator[tuple[CompiledModule, str, str]]:
         """Every tp collective of one step: module, direction (forward or backward), name."""
-        for module in self.modules:
+        for module in self.modules if self.mesh.has_tp else ():
             for edge in module.edges:
                 collective = edge.in_mode(self.sequence_parallel)
                 for direction, name in (collective.sends if collective else {}).items():

@@ -120,9 +120,9 @@ CODES = {
     "SP302": "the model already has a plan applied",
     "SP303": "ranks that disagree",
     "SP304": "an option that needs something the mesh or the model lacks",
+    "SP305": "the lock does not hold",
     # what a run shows
     "SP401": "a forward or backward that raises under the plan",
-    "SP402": "a step that sends otherwise than the compiled plan says",
     "SP402": "a step that sends otherwise than the compiled plan says",
     "SP403": "a forward that departs from the unsharded model",
     "SP404": "gradients or parameters that depart from the unsharded model",
@@ -130,6 +130,5 @@ CODES = {
     "SP901": "the model cannot be found or built",
     "SP902": "only the file was checked",
     "SP903": "the model cannot be verified here",
-    "SP904": "the model cannot be run dry here",
     "SP904": "the model cannot be run dry here",
 }
