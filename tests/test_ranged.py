@@ -13,6 +13,7 @@ def test_layers_become_ranges() -> None:
     assert ranged(["norm", *(f"layers.{i}.mlp" for i in (0, 1, 2, 3, 7))]) == {"norm": 1, "layers.[0-3,7].mlp": 5}
     assert ranged(["layers.5.mlp"]) == {"layers.5.mlp": 1}
     assert ranged([""]) == {"": 1}
+    assert ranged(["a.01", "a.1", "a.2"]) == {"a.01": 1, "a.[1-2]": 2}
 
 
 def test_two_numbers_are_grouped_where_all_pairs_are_there() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 
-from shardplan.checks.names import general
 from shardplan.globs import ranges
 
 Numbers = tuple[int, ...]
@@ -13,9 +12,11 @@ Numbers = tuple[int, ...]
 
 def ranged(fqns: Iterable[str]) -> dict[str, int]:
     """Exactly these names, those that differ in numbers as one with ranges, each with how many it stands for."""
-    families: dict[str, list[Numbers]] = {}
+    families: dict[tuple[str | None, ...], list[Numbers]] = {}
     for fqn in fqns:
-        families.setdefault(general(fqn), []).append(tuple(int(token) for token in fqn.split(".") if token.isdigit()))
+        tokens = fqn.split(".")
+        family = tuple(None if _is_number(token) else token for token in tokens)
+        families.setdefault(family, []).append(tuple(int(token) for token in tokens if _is_number(token)))
     return {
         _filled(family, tokens): count for family, numbers in families.items() for tokens, count in _grouped(numbers)
     }
@@ -60,6 +61,11 @@ def _numbers(token: str) -> list[str]:
     return [str(number) for low, high in ranges(token) for number in range(low, high + 1)]
 
 
-def _filled(family: str, tokens: Sequence[str]) -> str:
+def _is_number(token: str) -> bool:
+    """Whether it can be written as a number and read back; ``01`` cannot."""
+    return token.isdecimal() and str(int(token)) == token
+
+
+def _filled(family: Sequence[str | None], tokens: Sequence[str]) -> str:
     numbers = iter(tokens)
-    return ".".join(next(numbers) if token == "*" else token for token in family.split("."))
+    return ".".join(next(numbers) if token is None else token for token in family)
