@@ -90,8 +90,6 @@ HARMLESS: list[Harmless] = [
     ("the same cut of the embedding, or its columns, gathered", "TP SP", {
         ".embed_tokens": ["rowwise", "{style: rowwise, output: partial -> replicate}",
                           "{style: colwise, output: shard(-1) -> replicate}"]}),
-    ("ids are no activation: nothing converts them", "TP SP", {
-        ".embed_tokens": ["{style: rowwise, input: replicate -> shard(-1)}"]}),
     ("position tables have no parameters and are whole in any case", "TP SP", {
         ".rotary_emb": [""]}),
     ("inside a block, edges belong to the block", "TP SP", {
@@ -104,14 +102,17 @@ HARMLESS: list[Harmless] = [
         "lm_head": ["rowwise_split_input", "{style: rowwise, input: replicate -> shard(-1)}"]}),
     ("the stream is replicate, so that nothing is converted", "TP", {
         ".layers.0": ["", "null", "{input: stream -> replicate}", "{output: stream -> replicate}"],
-        ".rotary_emb": ["{input: replicate -> stream}", "{input: stream -> replicate}",
+        **{norm: ["{style: sequence_parallel, input: stream -> replicate}"]
+           for norm in (ANY + "input_layernorm", ANY + "post_attention_layernorm", ".norm")},
+        ".rotary_emb": ["{style: sequence_parallel, input: stream -> replicate}",
+                        "{input: replicate -> stream}", "{input: stream -> replicate}",
                         "{output: stream -> replicate}"],
         **{ANY + block: ["{style: block, output: partial -> replicate}", "{style: block, input: replicate}"]
            for block in ("self_attn", "mlp")},
         "lm_head": ["{style: colwise, input: stream -> replicate}"]}),
     ("sequence_parallel is plain replication while the stream is whole", "TP", {
-        ".embed_tokens": ["sequence_parallel", "{style: sequence_parallel, input: stream -> replicate}"],
-        ".norm": ["sequence_parallel"], "lm_head": ["sequence_parallel"]}),
+        ".embed_tokens": ["sequence_parallel"],
+        ".norm": ["sequence_parallel"], "lm_head": ["sequence_parallel", "{style: sequence_parallel, input: stream -> replicate}"]}),
     ("a norm's gradient is complete while the stream is whole", "TP", {
         ".norm": ["null"], ANY + "input_layernorm": ["null"], ANY + "post_attention_layernorm": ["null"]}),
 ]  # fmt: skip

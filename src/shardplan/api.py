@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
     from torch.distributed.tensor.parallel import ParallelStyle
+
+LOG = logging.getLogger("shardplan")
 
 Layers = PlanSource | Sequence[PlanSource]
 UserStyles = Mapping[str, "Style | ParallelStyle"]
@@ -154,7 +157,7 @@ def apply_plan(
         styles: styles of your own by name, as rows (`Style`) or as torch ``ParallelStyle``s applied as they stand.
 
     Returns:
-        The same model.
+        The same model. Warnings and notes about the plan go to the log ``shardplan`` of the first rank.
 
     Raises:
         PlanError: with every finding on every rank; parameters, hooks and classes are untouched.
@@ -176,6 +179,8 @@ def apply_plan(
         findings = refused.diagnostics
     agreement.require(model, compiled, findings, mesh)
     assert compiled is not None
+    for finding in findings if mesh.get_rank() == mesh.mesh.flatten()[0] else ():
+        LOG.warning("%s", finding)
     return apply.apply(model, compiled, mesh)
 
 

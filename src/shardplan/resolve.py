@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 from shardplan.inventory import Inventory, ModuleInfo, ParameterInfo, ancestors
 from shardplan.patterns import Alternative, Pattern, Specificity
 from shardplan.plan import NULL, Plan, Recompute, Rule, Unit
-from shardplan.styles import EDGES_ONLY, REPLICATED_ON_PURPOSE, STYLES, Style
+from shardplan.styles import EDGES_ONLY, REPLICATED_ON_PURPOSE, STYLES, Split, Style
 
 Line = TypeVar("Line", Rule, Unit, Recompute)
 
@@ -226,7 +226,8 @@ class _Resolver:
         parent = next(ancestors(info.fqn), None)
         inherited = self.reaching_down.get(parent, ()) if parent is not None else ()
         speakers = self._ranked(info.fqn, inherited)
-        winner = speakers[0] if speakers and speakers[0].direct else None
+        parameters = tuple(self._parameter(parameter, speakers) for parameter in info.parameters)
+        winner = speakers[0] if speakers and speakers[0].direct else _by_parameters(parameters)
         self.reaching_down[info.fqn] = tuple(
             Candidate(c.rule, c.alternative, c.style, direct=False) for c in speakers if c.style and c.style.subtree
         )
@@ -237,7 +238,7 @@ class _Resolver:
             info=info,
             rule=winner.rule if winner else None,
             style=winner.style if winner else None,
-            parameters=tuple(self._parameter(parameter, speakers) for parameter in info.parameters),
+            parameters=parameters,
             block=block,
             speakers=speakers,
         )
@@ -253,6 +254,15 @@ class _Resolver:
         if len(ranked) > 1 and _conflict(*ranked[:2]) and not _known(self.ties, ranked[0].rule, ranked[1].rule):
             self.ties.append(Tie(fqn, ranked[0].rule, ranked[1].rule))
         return tuple(ranked)
+
+
+def _by_parameters(parameters: tuple[ResolvedParameter, ...]) -> Candidate | None:
+    """A rule that names every parameter of a module, ``q_proj.*``, and splits them speaks of the module."""
+    claims = {id(parameter.claim) for parameter in parameters}
+    first = parameters[0].speakers[0] if parameters and parameters[0].speakers else None
+    if first is None or not first.direct or first.style is None or first.style.split is Split.NONE:
+        return None
+    return first if claims == {id(first.rule)} else None
 
 
 def _conflict(first: Candidate, second: Candidate) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from shardplan.checks.names import general, likeness, nearest
@@ -15,6 +15,7 @@ from shardplan.diagnostics import Diagnostic
 from shardplan.globs import path_regex
 from shardplan.inventory import ancestors
 from shardplan.plan import NULL, Rule
+from shardplan.residual import input_conversion, output_conversion
 from shardplan.resolve import Match, Matched, ResolvedModule, ResolvedPlan
 from shardplan.styles import Style
 
@@ -81,6 +82,19 @@ class FaultyRules:
     @cached_property
     def unfit(self) -> tuple[ResolvedModule, ...]:
         """Modules of a kind that their style cannot split."""
+        return tuple(module for module in self._of_other_kinds if module not in self.misnamed)
+
+    @cached_property
+    def misnamed(self) -> tuple[ResolvedModule, ...]:
+        """Modules whose style is meant for another kind, but does here what a style for theirs does."""
+        return tuple(
+            module
+            for module in self._of_other_kinds
+            if any(_does_the_same(module, row) for row in self._resolved.styles.values())
+        )
+
+    @cached_property
+    def _of_other_kinds(self) -> tuple[ResolvedModule, ...]:
         return tuple(
             module
             for module in self._resolved.modules
@@ -163,6 +177,16 @@ class FaultyRules:
             if found:
                 yield from ((prefix, tuple(fqns)) for prefix, fqns in found.items())
                 return
+
+
+def _does_the_same(module: ResolvedModule, row: Style) -> bool:
+    """Whether ``row`` is for modules of that kind, splits alike, and has the same edges where the module stands."""
+    assert module.style is not None
+    if module.info.kind not in row.kinds or row.split is not module.style.split:
+        return False
+    other = replace(module, style=row)
+    edges = (input_conversion, output_conversion)
+    return all(edge(module) == edge(other) for edge in edges)
 
 
 def unknown_styles(rules: Iterable[Rule], styles: Mapping[str, Style]) -> Iterator[Diagnostic]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from shardplan.checks.names import general
 from shardplan.checks.target import Target, size
 from shardplan.diagnostics import Diagnostic, Severity
+from shardplan.edges import UnsupportedConversionError, lower_edge
 from shardplan.layouts import REPLICATE, STREAM
 from shardplan.plan import Rule
 from shardplan.residual import input_conversion, output_conversion
@@ -42,21 +43,44 @@ def _decide(module: ResolvedModule) -> Iterator[Rule]:
     style = module.style
     if module.rule is None or style is None:
         return
-    converts = input_conversion(module) or output_conversion(module)
-    if (
-        len(module.speakers) > 1
-        or style.opens_block
-        or style.positions
-        or style.native is not None
-        or (converts and _may_convert(module))
-    ):
+    overrides = len(module.speakers) > 1
+    if overrides or _converts(module) or style.opens_block or style.positions or style.native is not None:
         yield module.rule
 
 
-def _may_convert(module: ResolvedModule) -> bool:
-    """Whether an edge is stated, or is the style's own on something that it splits or that is on the stream."""
+def _converts(module: ResolvedModule) -> bool:
+    """Whether an edge runs anything in some mode; a style's own counts where the module has parameters."""
     assert module.rule is not None
-    return bool(module.rule.input or module.rule.output or module.info.parameters)
+    if not (module.rule.input or module.rule.output or module.info.parameters):
+        return False
+    for conversion in (input_conversion(module), output_conversion(module)):
+        try:
+            edge = lower_edge(conversion, read_in_parts=_in_parts(module)) if conversion else None
+        except UnsupportedConversionError:
+            return True  # reported as such
+        if edge and (edge.whole or edge.cut):
+            return True
+    return False
+
+
+def _in_parts(module: ResolvedModule) -> bool:
+    return module.style is not None and module.style.reads_in_parts
+
+
+def check_ignored_edges(target: Target) -> Iterator[Diagnostic]:
+    """SP110: an embedding takes ids, which are no activation: an edge at its input is never run."""
+    for module in target.resolved.modules:
+        rule = module.rule
+        if module.info.kind is Kind.EMBEDDING and rule is not None and rule.input is not None:
+            yield Diagnostic(
+                "SP110",
+                f"{general(module.fqn)} takes ids: input {rule.input} does nothing",
+                where=rule.where,
+                subject=general(module.fqn),
+                expected="edges where activations pass",
+                hint="remove `input`",
+                severity=Severity.WARNING,
+            )
 
 
 def _why(target: Target, matched: Matched[Rule]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from shardplan.checks.names import general
 from shardplan.checks.target import Target, listed
-from shardplan.diagnostics import Diagnostic
+from shardplan.diagnostics import Diagnostic, Severity
 from shardplan.lower import split_dim
 from shardplan.plan import Rule
 from shardplan.resolve import ResolvedModule
@@ -15,17 +15,20 @@ from shardplan.styles import Gradient, Split, Style
 
 def check_kinds(target: Target) -> Iterator[Diagnostic]:
     """SP105: a style that splits weights stands on a module whose weights it can split."""
-    for module in target.faulty.unfit:
+    for module in (*target.faulty.unfit, *target.faulty.misnamed):
         style, rule = module.style, module.rule
         assert style is not None
         assert rule is not None
+        misnamed = module in target.faulty.misnamed
+        verb = "is not meant for" if misnamed else "cannot split"
         yield Diagnostic(
             "SP105",
-            f"style {style.name} cannot split {general(module.fqn)}, a {module.info.class_name}",
+            f"style {style.name} {verb} {general(module.fqn)}, a {module.info.class_name}",
             where=rule.where,
             subject=general(module.fqn),
             expected=f"style {style.name} on a module of kind {listed([kind.value for kind in style.kinds], 'or')}",
             hint=_fitting(target, module, style),
+            severity=Severity.WARNING if misnamed else Severity.ERROR,
         )
 
 

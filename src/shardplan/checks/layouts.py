@@ -29,7 +29,7 @@ def check_conversions(target: Target) -> Iterator[Diagnostic]:
             if own is None and not _opens_block(module) and inner.kind not in ("replicate", "stream"):
                 message = f"nothing in {general(module.fqn)} is {inner}, but its rule says {side}: {conversion}"
                 yield fault(target, module, message, f"{side} between replicate and stream")
-            elif own is not None and inner != own:
+            elif own is not None and not _same(target, inner, own):
                 style = module.style.name if module.style else ""
                 verb = "computes on" if side == "input" else "gives"
                 message = f"{style} {verb} {own}, but the rule for {general(module.fqn)} says {side}: {conversion}"

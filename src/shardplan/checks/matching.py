@@ -145,14 +145,17 @@ def check_rule_ties(target: Target) -> Iterator[Diagnostic]:
 def check_claims(target: Target) -> Iterator[Diagnostic]:
     """SP104: every parameter is decided about. An omission would replicate it in silence.
 
-    A dict plan's convention is that what it does not name is replicated; where that is harmless it is only said.
+    Where replication is harmless it is only said: of what a dict plan does not name, since that is what it means there,
+    and of norms and the like, which no plan cuts.
     Linears that another check finds missing from their group, and parameters tied to a decided one, are left to that.
     """
     whole, undecided = left_whole(target), _undecided(target)
     forgotten: dict[tuple[str, Severity], list[int]] = {}
     for parameter in undecided:
         if parameter.fqn.rpartition(".")[0] not in whole and not target.explained(parameter.fqn):
-            harmless = target.resolved.plan.omits_silently and _may_be_omitted(target, parameter.fqn)
+            harmless = _may_be_omitted(target, parameter.fqn) and (
+                target.resolved.plan.omits_silently or _cannot_be_cut(target, parameter)
+            )
             severity = Severity.WARNING if harmless else Severity.ERROR
             key = general(_forgotten_whole(target, parameter.fqn)), severity
             forgotten.setdefault(key, []).append(parameter.nbytes)
@@ -167,6 +170,12 @@ def check_claims(target: Target) -> Iterator[Diagnostic]:
             hint=f"give it a style, or write `{target.spell(name)}: null` to replicate it on purpose",
             severity=severity,
         )
+
+
+def _cannot_be_cut(target: Target, parameter: ParameterInfo) -> bool:
+    """Whether it is a vector of a module that no style splits: replicated in any case."""
+    module = target.resolved.by_fqn[next(ancestors(parameter.fqn))]
+    return module.info.kind is Kind.OTHER and len(parameter.shape) == 1
 
 
 def _may_be_omitted(target: Target, fqn: str) -> bool:

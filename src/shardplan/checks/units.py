@@ -84,8 +84,8 @@ def _unit_around(parameter: str, units: set[str]) -> str:
 def _reshard(target: Target, reshard: bool | int | None, where: Location, subject: str) -> Iterator[Diagnostic]:
     """A number reshards over that many ranks, which must divide those that FSDP2 shards over."""
     ranks = prod(size for name, size in target.mesh.axes if name in target.mesh.shard_axes)
-    if type(reshard) is int and target.mesh.has_dp and (reshard >= ranks or ranks % reshard):
-        degrees = [str(n) for n in range(2, ranks) if ranks % n == 0]
+    if type(reshard) is int and target.mesh.has_dp and ranks % reshard:
+        degrees = [str(n) for n in range(2, ranks + 1) if ranks % n == 0]
         yield Diagnostic(
             "SP109",
             f"reshard: {reshard} for {subject} does not divide the {ranks} ranks that FSDP2 shards over",
