@@ -78,6 +78,8 @@ MEANING = {
     "`apply_plan(model, [plan, overlay], mesh)`.",
     "SP303": "Ranks were given different plans, models or weights. Load the same weights and the same plan on all.",
     "SP304": "Mixed precision and CPU offload are FSDP2's.",
+    "SP305": "`--lock` compares what a plan comes to with what was written down and reviewed: placements, gradients, "
+    "collectives, FSDP2 units, bytes. Where the change is meant, write the lock anew and review its difference.",
     "SP901": "The model is not one of the shipped ones, not a `config.json`, or its class cannot be imported or built.",
     "SP902": "Without a model and a mesh, only the file itself can be checked. Exit code 0, and the note says so.",
 }
@@ -104,4 +106,6 @@ def _example(plan: Path) -> str:
     output = plan.with_suffix(".txt").read_text(encoding="utf-8")
     output = output.replace(str(plan.relative_to(ROOT)), "plan.yaml").replace(f"'{plan.stem}'", "'plan'")
     call = " ".join(["plan-compile --check plan.yaml", *said])
+    beside = f"{plan.parent.relative_to(ROOT)}/"  # of a lock, which is named as it is found from the plan's folder
+    source, call, output = (text.replace(beside, "") for text in (source, call, output))
     return f"```yaml\n{source}```\n\n```console\n$ {call}\n{output}```\n"

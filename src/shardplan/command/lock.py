@@ -99,8 +99,7 @@ class Locker:
             message,
             where=where,
             subject=subject,
-            expected=f"what {self._file} says",
-            hint="undo the change; if it is meant, write the lock anew, without --check, and review the difference",
+            hint="undo the change; or, if it is meant, write the lock anew (without --check) and review the difference",
         )
 
     # ---------------------------------------------------------------- files
