@@ -112,7 +112,8 @@ HARMLESS: list[Harmless] = [
         "lm_head": ["{style: colwise, input: stream -> replicate}"]}),
     ("sequence_parallel is plain replication while the stream is whole", "TP", {
         ".embed_tokens": ["sequence_parallel"],
-        ".norm": ["sequence_parallel"], "lm_head": ["sequence_parallel", "{style: sequence_parallel, input: stream -> replicate}"]}),
+        ".norm": ["sequence_parallel"],
+        "lm_head": ["sequence_parallel", "{style: sequence_parallel, input: stream -> replicate}"]}),
     ("a norm's gradient is complete while the stream is whole", "TP", {
         ".norm": ["null"], ANY + "input_layernorm": ["null"], ANY + "post_attention_layernorm": ["null"]}),
 ]  # fmt: skip

@@ -1,0 +1,43 @@
+"""A sample of the mutation campaign (tests/campaign.py), at its marks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import campaign
+from campaign import Verdict
+from mutants import mutants
+from pool import Pool
+from shardplan.resources import shipped_plans
+from shardplan.verify.ranks import LocalRanks
+
+STRIDE = 150
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[LocalRanks]:
+    with LocalRanks(2) as processes:
+        yield processes
+
+
+@pytest.mark.parametrize("plan", shipped_plans())
+def test_wrong_mutants_are_caught_and_harmless_ones_pass(pool: Pool, ranks: LocalRanks, plan: str) -> None:
+    chosen = list(mutants(plan))[::STRIDE]
+    verdicts = list(campaign.judge(pool, ranks, plan, chosen))
+    assert len(verdicts) == 2 * len(chosen)
+    assert [verdict for verdict in verdicts if missed(verdict)] == []
+
+
+def missed(verdict: Verdict) -> bool:
+    """What may not happen even once: a wrong plan that passes, or a harmless one whose numbers are refused."""
+    wrong = verdict.truth == "wrong"
+    return (wrong and not verdict.refused and not verdict.verified) or (
+        verdict.truth == "harmless" and bool(verdict.verified)
+    )
+
+
+def test_every_kind_of_mutation_is_there() -> None:
+    kinds = {mutant.kind for mutant in mutants("llama")}
+    assert kinds == {"drop", "style", "misspell", "move", "layout", "fsdp", "wildcard", "class"}
