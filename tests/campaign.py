@@ -157,7 +157,8 @@ def exceptions(verdicts: Iterable[Verdict]) -> Iterator[str]:
     for v in verdicts:
         found = f"{v.plan}, {v.mode}: `{v.text}`"
         if v.truth == "wrong" and not v.refused:
-            yield f"- wrong, not refused by `--check`, {'refused' if v.verified else 'PASSED'} by `--verify`: {found}: {v.reason}"
+            proof = "refused" if v.verified else "PASSED"
+            yield f"- wrong, not refused by `--check`, {proof} by `--verify`: {found}: {v.reason}"
         elif v.truth == "wasteful" and not v.codes:
             yield f"- wasteful, not named: {found}: {v.reason}"
         elif v.truth == "harmless" and (v.refused or v.verified):

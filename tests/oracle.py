@@ -143,11 +143,20 @@ def _idle(resolved: ResolvedPlan, compiled: CompiledPlan, written: str, sequence
         return False
     if any(_untrue(module, by_fqn[module.fqn], side, sequence_parallel) for module in spoken for side in SIDES):
         return True
-    works = any((m.style and m.style.positions) or by_fqn[m.fqn].edges for m in spoken)
+    works = any(_works(module, by_fqn[module.fqn]) for module in spoken)
     return not works and written not in claims
 
 
 SIDES = ("input", "output")
+
+
+def _works(module: ResolvedModule, compiled: CompiledModule) -> bool:
+    """Whether a rule guards positions or has edges; a style's own are idle where it has nothing to split."""
+    assert module.rule is not None
+    assert module.style is not None
+    stated = bool(module.rule.input or module.rule.output)
+    edges = compiled.edges and (stated or module.style.opens_block or module.info.parameters)
+    return module.style.positions or bool(edges)
 
 
 def _untrue(module: ResolvedModule, compiled: CompiledModule, side: str, sequence_parallel: bool) -> bool:

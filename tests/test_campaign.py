@@ -32,10 +32,8 @@ def test_wrong_mutants_are_caught_and_harmless_ones_pass(pool: Pool, ranks: Loca
 
 def missed(verdict: Verdict) -> bool:
     """What may not happen even once: a wrong plan that passes, or a harmless one whose numbers are refused."""
-    wrong = verdict.truth == "wrong"
-    return (wrong and not verdict.refused and not verdict.verified) or (
-        verdict.truth == "harmless" and bool(verdict.verified)
-    )
+    passed = not verdict.refused and not verdict.verified
+    return (verdict.truth == "wrong" and passed) or (verdict.truth == "harmless" and bool(verdict.verified))
 
 
 def test_every_kind_of_mutation_is_there() -> None:
