@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _FOLDER = Path(__file__).parent / "reference_models"
+# What transformers' models raise on sizes that do not go together: no heads, an odd head dim, a negative width.
+_UNBUILDABLE = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 _FORMS = "a reference model, a config.json, a folder with one, or module:Class"
 
 
@@ -99,9 +101,10 @@ def _read_config(path: Path) -> PreTrainedConfig:
         )
     try:
         return AutoConfig.for_model(**{key: value for key, value in values.items() if key != "_source"})
-    # transformers 5.24: ValueError for an unknown model_type, the other for a value of the wrong type.
-    except (ValueError, StrictDataclassError) as error:
-        raise _refused(str(path), f"transformers refuses '{path}': {error}") from error
+    # transformers 5.24: ValueError for an unknown model_type, StrictDataclassError for a value of the wrong type; the
+    # others where it computes with sizes, such as those of a model without heads.
+    except (*_UNBUILDABLE, StrictDataclassError) as error:
+        raise _refused(str(path), f"transformers refuses '{path}': {type(error).__name__}: {error}") from error
 
 
 def _from_config(path: Path) -> Callable[[], Any]:
@@ -110,7 +113,7 @@ def _from_config(path: Path) -> Callable[[], Any]:
 
     config = _read_config(path)
     if not config.architectures:
-        return lambda: transformers.AutoModelForCausalLM.from_config(config)
+        return lambda: _built(path, lambda: transformers.AutoModelForCausalLM.from_config(config))
     name = config.architectures[0]
     if not hasattr(transformers, name):
         raise _refused(
@@ -119,7 +122,15 @@ def _from_config(path: Path) -> Callable[[], Any]:
             hint="install a transformers that has it, or name the class as module:Class",
         )
     model_class = getattr(transformers, name)
-    return lambda: model_class(config)
+    return lambda: _built(path, lambda: model_class(config))
+
+
+def _built(path: Path, build: Callable[[], Any]) -> Any:
+    try:
+        return build()
+    except _UNBUILDABLE as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise _refused(str(path), f"no model can be built from '{path}': {reason}", hint="correct its sizes") from error
 
 
 def _from_module(spec: str) -> Callable[[], Any]:
