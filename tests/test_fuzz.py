@@ -18,8 +18,8 @@ from shardplan.cli import command
 
 TOKENS = (
     "model", "layers", "*", "**", "0", "[0-1]", "self_attn", "mlp", "q_proj", "{q,k,v}_proj", "{gate,up}_proj",
-    "o_proj", "down_proj", "norm", "input_layernorm", "embed_tokens", "lm_head", "weight", "*_proj", "rotary_emb", "nothing",
-    "{", "a b",
+    "o_proj", "down_proj", "norm", "input_layernorm", "embed_tokens", "lm_head", "weight", "*_proj", "rotary_emb",
+    "nothing", "{", "a b",
 )  # fmt: skip
 patterns = st.builds(
     lambda dot, tokens, at, optional: ("." if dot else "") + ".".join(tokens) + at + ("?" if optional else ""),
