@@ -16,6 +16,7 @@ from transformers import (
     StableLmConfig,
     StableLmForCausalLM,
 )
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
 TINY = {
     "hidden_size": 32,
@@ -118,6 +119,43 @@ class AcrossFeatures(nn.Module):
 
 def llama_across_features() -> nn.Module:
     model = llama()
+    for layer in model.model.layers:
+        layer.mlp.act_fn = AcrossFeatures()
+    return model
+
+
+class MlpTwice(LlamaDecoderLayer):
+    """A layer that runs its MLP a second time, so that what the plan puts at the MLP's edges runs twice, too."""
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: object) -> torch.Tensor:
+        x = super().forward(hidden_states, **kwargs)
+        return x + self.mlp(x)
+
+
+def llama_with_mlps_twice() -> nn.Module:
+    model = llama()
+    for index, layer in enumerate(model.model.layers):
+        model.model.layers[index] = MlpTwice(layer.self_attn.config, index)
+    return model
+
+
+class Clips(LlamaMLP):
+    """An MLP whose course depends on what it is given."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.clamp(-10, 10) if x.abs().max() > 10 else x)
+
+
+def llama_that_clips() -> nn.Module:
+    model = llama()
+    for layer in model.model.layers:
+        layer.mlp = Clips(model.config)
+    return model
+
+
+def large_llama_across_features() -> nn.Module:
+    """Too large to run as it is, and not what its configuration builds."""
+    model = llama(hidden_size=1024, intermediate_size=4096)
     for layer in model.model.layers:
         layer.mlp.act_fn = AcrossFeatures()
     return model

@@ -14,7 +14,7 @@ INTRODUCTION = """\
 
 Every finding of `plan-compile` and `apply_plan` has a code that stays the same over releases. An `error` refuses the
 plan, a `warning` does so under `--strict`, a `note` never does. `plan-compile` exits with 1 when a plan is wrong, and
-with 2 when it could not be checked: SP001, SP901, and SP301 for a `--mesh` of the command line.
+with 2 when it could not be checked: SP001, SP901, SP904, and SP301 for a `--mesh` of the command line.
 
 Each code is shown with broken plans that trigger it and what `plan-compile --check plan.yaml` then prints. Where a
 rule is at fault, what follows from it alone is not reported: mend it and check again.
@@ -27,6 +27,7 @@ GROUPS = {
     "1": "The plan against the model",
     "2": "The plan against the mesh and the layouts",
     "3": "The mesh and the call",
+    "4": "What a run shows",
     "9": "Could not check",
 }
 
@@ -57,6 +58,8 @@ MEANING = {
     "SP107": "A leading dot stands for the first of `root` that the model has.",
     "SP108": "As SP102, for what FSDP2 wraps and what is recomputed.",
     "SP109": "FSDP2 wraps modules whose forward runs, and a parameter lies in one unit.",
+    "SP110": "What does nothing is usually meant to do something: it is overridden, or aims beside its mark.",
+    "SP111": "Right, but FSDP2 then gathers more at once, or more often, than a step needs.",
     "SP201": "Columns may divide where heads do not; the heads would be torn apart. Choose one of the degrees given.",
     "SP202": "Every dim that is cut has to divide evenly. A vocabulary need not, but each rank needs a row of it.",
     "SP203": "Between the edges of a block each rank computes on its part: what colwise linears give in parts, a "
@@ -73,6 +76,9 @@ MEANING = {
     "the data-parallel rank gives.",
     "SP210": "The number of heads of a rank is that of its activations; attention that reshapes by the number of all "
     "heads mixes tokens up in silence, or crashes.",
+    "SP211": "Right, and sometimes meant: it is said, and fails nothing.",
+    "SP212": "Sharded logits and gathered logits exclude each other, and a loss takes one or the other.",
+    "SP213": "torch reduces gradients in the dtype of the parameters in the forward, unless it is told otherwise.",
     "SP301": "Axes are known by name.",
     "SP302": "`apply_plan` was called twice on one model. Apply all layers in one call: "
     "`apply_plan(model, [plan, overlay], mesh)`.",
@@ -80,8 +86,18 @@ MEANING = {
     "SP304": "Mixed precision and CPU offload are FSDP2's.",
     "SP305": "`--lock` compares what a plan comes to with what was written down and reviewed: placements, gradients, "
     "collectives, FSDP2 units, bytes. Where the change is meant, write the lock anew and review its difference.",
+    "SP401": "The checks pass, and the model raises once the plan is applied: `--dry-run` found out without weights, "
+    "`--verify` on a small copy. Mostly a module reshapes by a size that it keeps to itself.",
+    "SP402": "`--dry-run` counts what a step sends and compares it with the compiled plan. A module whose edges the "
+    "plan converts runs more or less often than once in a step: what a step costs is then not what the plan says.",
+    "SP403": "`--verify` ran a small model of the same architecture on local processes: its activations are not the "
+    "unsharded model's. What no check sees: code between the modules that looks across what is cut.",
+    "SP404": "`--verify` again: logits and loss are exact, and training would still go wrong.",
     "SP901": "The model is not one of the shipped ones, not a `config.json`, or its class cannot be imported or built.",
+    "SP903": "`--verify` needs a small model of the same architecture. It makes one from a transformers configuration.",
     "SP902": "Without a model and a mesh, only the file itself can be checked. Exit code 0, and the note says so.",
+    "SP904": "A dry run has shapes and no values: it cannot follow a forward that asks for one. Nor can it run in a "
+    "process that belongs to a process group.",
 }
 
 

@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from shardplan.diagnostics import Diagnostic, Severity
+from shardplan.diagnostics import Diagnostic, Location, Severity
 
 CLEAN, WRONG, COULD_NOT_CHECK = 0, 1, 2
 # A plan, mesh or model that cannot be had, or a run that cannot be made, says nothing of a plan.
-COULD_NOT_CHECK_CODES = ("SP001", "SP301", "SP901", "SP904")
+COULD_NOT_CHECK_CODES = ("SP001", "SP301", "SP901", "SP903", "SP904")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A diagnostic for programs, and the situations (model, mesh, mode) in which it was met.
+
+    ``where.line`` and ``column`` are 0 where the file as a whole is meant.
+    """
+
+    code: str
+    severity: str
+    message: str
+    where: Location | None
+    subject: str
+    expected: str
+    hint: str
+    on: tuple[str, ...]
 
 
 class Findings:
@@ -48,7 +66,7 @@ class Findings:
 
     def data(self) -> list[dict[str, Any]]:
         """For programs."""
-        return [_as_dict(finding, situations) for finding, situations in self]
+        return [asdict(_for_programs(finding, situations)) for finding, situations in self]
 
 
 def _could_not_check(finding: Diagnostic) -> bool:
@@ -75,15 +93,5 @@ def _escaped(text: str, also: str = "") -> str:
     return "".join(f"%{ord(c):02X}" if c in "%\r\n" + also else c for c in text)
 
 
-def _as_dict(finding: Diagnostic, situations: list[str]) -> dict[str, Any]:
-    where = finding.where
-    return {
-        "code": finding.code,
-        "severity": finding.severity.value,
-        "message": finding.message,
-        "where": {"file": where.file, "line": where.line, "column": where.column} if where else None,
-        "subject": finding.subject,
-        "expected": finding.expected,
-        "hint": finding.hint,
-        "on": situations,
-    }
+def _for_programs(of: Diagnostic, on: list[str]) -> Finding:
+    return Finding(of.code, of.severity.value, of.message, of.where, of.subject, of.expected, of.hint, tuple(on))
