@@ -12,7 +12,7 @@ help:
 	@echo "make parity  the parity contract in every combination, about an hour; writes docs/parity.md"
 	@echo "make check   lint, format, types, and the tests that need no processes"
 	@echo "make format  rewrite the sources as ruff wants them"
-	@echo "make schema  write schemas/plan.schema.json anew"
+	@echo "make schema  write the two files in schemas anew"
 	@echo "make golden  write what plan-compile is expected to print anew, and docs/diagnostics.md"
 
 $(READY): pyproject.toml constraints.txt
@@ -47,8 +47,7 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 schema: $(READY)
-	$(BIN)/plan-compile --schema > schemas/plan.schema.json.new
-	mv schemas/plan.schema.json.new schemas/plan.schema.json
+	$(BIN)/python -m shardplan.schema
 
 golden: $(READY)
 	$(BIN)/python tests/golden.py

@@ -61,7 +61,13 @@ def _own_styles(_context: click.Context, _option: click.Parameter, module: str |
 @click.option("--explain", multiple=True, metavar="NAME", help="What is said of a module or parameter, and why.")
 @click.option("--diff", metavar="OTHER", help="What changes with another plan, mode=tp or mode=sp, or mesh=AXES.")
 @click.option("--lock", metavar="FILE", help="Write what PLANs come to; with --check, fail where it is not so.")
-@click.option("--schema", is_flag=True, help="Print the JSON Schema of a plan file.")
+@click.option(
+    "--schema",
+    type=click.Choice(["plan", "report"]),
+    is_flag=False,
+    flag_value="plan",
+    help="Print the JSON Schema of a plan file, or of the report.",
+)
 @click.option("--strict", is_flag=True, help="Let warnings fail too.")
 @click.option(
     "--format", "format_", type=click.Choice(["text", "json", "github"]), default="text", help="Of the report."
@@ -81,7 +87,7 @@ def command(
     explain: tuple[str, ...],
     diff: str | None,
     lock: str | None,
-    schema: bool,
+    schema: str | None,
     strict: bool,
     format_: Format,
 ) -> None:
@@ -90,9 +96,9 @@ def command(
     Exit code 0: clean. 1: a plan is wrong. 2: could not check.
     """
     if schema:
-        from shardplan.schema import plan_schema_text
+        from shardplan.schema import plan_schema_text, report_schema_text
 
-        click.echo(plan_schema_text(), nl=False)
+        click.echo(plan_schema_text() if schema == "plan" else report_schema_text(), nl=False)
         return
     kind = _one_question(check, verify=verify, dry_run=dry_run, explain=explain, diff=diff, lock=lock)
     request, findings = Request(overlays, model, mesh, sequence_parallel, own_styles), Findings()

@@ -40,6 +40,15 @@ class Change:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Two plans in their situations, and all that changes from the first to the second."""
+
+    before: str
+    after: str
+    changes: tuple[Change, ...]
+
+
 def differences(before: Iterable[Fact], after: Iterable[Fact]) -> tuple[Change, ...]:
     """Every fact that is not the same in both, in the order of the first, then of the second."""
     old, new = ({(fact.section, fact.name): fact.values for fact in facts} for facts in (before, after))

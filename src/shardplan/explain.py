@@ -86,6 +86,14 @@ class Explanation:
     recomputed: str | None
 
 
+@dataclass(frozen=True, slots=True)
+class ExplainedName(Explanation):
+    """An explanation with the plan and the situation that it is about: what ``--format json`` prints."""
+
+    plan: str
+    on: str
+
+
 def explain(target: Target, compiled: CompiledPlan | None, name: str) -> tuple[Explanation, ...]:
     """Explain what ``name``, an fqn or a pattern, means in the model; nothing where it means nothing.
 

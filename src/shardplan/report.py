@@ -13,7 +13,6 @@ from shardplan.checks.target import Target
 from shardplan.compiled import CompiledParameter, CompiledPlan
 from shardplan.coverage import Coverage, coverage_of
 from shardplan.degrees import Degrees, tp_degrees
-from shardplan.edges import Collective
 from shardplan.inventory import ancestors
 from shardplan.mesh import MeshSpec
 from shardplan.resolve import ResolvedPlan
@@ -143,22 +142,78 @@ def _rank_nbytes(parameter: CompiledParameter, mesh: MeshSpec) -> tuple[int, int
 
 
 def as_dict(report: Report, compiled: CompiledPlan) -> dict[str, Any]:
-    """The report and the compiled plan as JSON-able data, stable enough to compare."""
-    parameters = [
-        {"fqn": p.fqn, "shape": list(p.shape), "placement": str(p.placement), "gradient": p.gradient.value}
-        for module in compiled.modules
-        for p in module.parameters
-    ]
-    edges = [
-        {"module": module.fqn, "side": side, "conversion": str(edge.conversion),
-         "collective": _directions(edge.in_mode(compiled.sequence_parallel))}
-        for module in compiled.modules
-        for side, edge in (("input", module.input), ("output", module.output))
-        if edge is not None
-    ]  # fmt: skip
-    units = [{"fqn": unit.fqn, "reshard": unit.reshard} for unit in compiled.units]
-    return {**asdict(report), "compiled": {"parameters": parameters, "edges": edges, "fsdp": units}}
+    """The report with every name of the compiled plan as JSON-able data; its schema is that of `FullReport`."""
+    return {**asdict(report), "compiled": asdict(_in_full(compiled))}
 
 
-def _directions(collective: Collective | None) -> dict[str, str] | None:
-    return None if collective is None else {"forward": collective.forward, "backward": collective.backward}
+@dataclass(frozen=True, slots=True)
+class ParameterName:
+    """One parameter under one of its names."""
+
+    fqn: str
+    shape: tuple[int, ...]
+    placement: str
+    gradient: str
+
+
+@dataclass(frozen=True, slots=True)
+class Directions:
+    """What an edge runs in the forward, and in the backward."""
+
+    forward: str
+    backward: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleEdge:
+    """An edge in the plan's mode; ``side`` is input or output."""
+
+    module: str
+    side: str
+    conversion: str
+    collective: Directions | None
+
+
+@dataclass(frozen=True, slots=True)
+class UnitName:
+    """A module that FSDP2 wraps; ``reshard`` None leaves FSDP2's default."""
+
+    fqn: str
+    reshard: bool | int | None
+
+
+@dataclass(frozen=True, slots=True)
+class InFull:
+    """A compiled plan name by name."""
+
+    parameters: tuple[ParameterName, ...]
+    edges: tuple[ModuleEdge, ...]
+    fsdp: tuple[UnitName, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FullReport(Report):
+    """What ``--format json`` prints of a plan."""
+
+    compiled: InFull
+
+
+def _in_full(compiled: CompiledPlan) -> InFull:
+    return InFull(
+        parameters=tuple(
+            ParameterName(p.fqn, p.shape, str(p.placement), p.gradient.value)
+            for module in compiled.modules
+            for p in module.parameters
+        ),
+        edges=tuple(_edges(compiled)),
+        fsdp=tuple(UnitName(unit.fqn, unit.reshard) for unit in compiled.units),
+    )
+
+
+def _edges(compiled: CompiledPlan) -> Iterator[ModuleEdge]:
+    for module in compiled.modules:
+        for side, edge in (("input", module.input), ("output", module.output)):
+            if edge is not None:
+                runs = edge.in_mode(compiled.sequence_parallel)
+                directions = Directions(runs.forward, runs.backward) if runs else None
+                yield ModuleEdge(module.fqn, side, str(edge.conversion), directions)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 PLAN_SCHEMA = "plan.schema.json"
+REPORT_SCHEMA = "report.schema.json"
 
 _PACKAGE = Path(__file__).resolve().parent
 
@@ -34,3 +35,8 @@ def shipped_plans() -> dict[str, Path]:
 def plan_schema_path() -> Path:
     """The shipped JSON Schema of the plan file."""
     return resource_folder("schemas") / PLAN_SCHEMA
+
+
+def report_schema_path() -> Path:
+    """The shipped JSON Schema of the report that ``--format json`` prints."""
+    return resource_folder("schemas") / REPORT_SCHEMA

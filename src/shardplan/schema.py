@@ -1,14 +1,18 @@
-"""The JSON Schema of the plan file, generated from ``document``: ``python -m shardplan.schema`` writes the file."""
+"""The JSON Schemas of the plan file and of the report, generated from ``document`` and ``output``.
+
+``python -m shardplan.schema`` writes both files.
+"""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
+from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 
 from shardplan.document import PlanFile
-from shardplan.resources import plan_schema_path
+from shardplan.resources import plan_schema_path, report_schema_path
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -29,6 +33,29 @@ def plan_schema() -> dict[str, Any]:
 def plan_schema_text() -> str:
     """The schema as the shipped file holds it."""
     return json.dumps(plan_schema(), indent=2) + "\n"
+
+
+def report_schema() -> dict[str, Any]:
+    """The schema of what ``--format json`` prints, as plain data."""
+    from shardplan.output import Output
+
+    schema = TypeAdapter(Output).json_schema(mode="serialization")
+    return {"$schema": _DIALECT, "title": "plan-compile report", **_closed(schema)}
+
+
+def report_schema_text() -> str:
+    """The schema as the shipped file holds it."""
+    return json.dumps(report_schema(), indent=2) + "\n"
+
+
+def _closed(schema: Any) -> Any:
+    """The schema without pydantic's titles, and with no keys but those that an object has."""
+    if isinstance(schema, list):
+        return [_closed(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {word: _closed(part) for word, part in schema.items() if word != "title" or not isinstance(part, str)}
+    return {**closed, "additionalProperties": False} if "properties" in closed else closed
 
 
 def _portable(schema: Any, names: bool = False) -> Any:
@@ -56,3 +83,4 @@ def _portable(schema: Any, names: bool = False) -> Any:
 
 if __name__ == "__main__":
     plan_schema_path().write_text(plan_schema_text(), encoding="utf-8")
+    report_schema_path().write_text(report_schema_text(), encoding="utf-8")

@@ -13,7 +13,7 @@ from shardplan.command.request import Request
 from shardplan.findings import Findings
 
 if TYPE_CHECKING:
-    from shardplan.diff import Change
+    from shardplan.diff import Difference
 
 MODES = {"tp": False, "sp": True}
 
@@ -29,14 +29,14 @@ def diff_one(
     after = compile_first(name, asked, findings)
     if after is None or after.plan is None:
         return
-    from shardplan.diff import differences
+    from shardplan.diff import Difference, differences
     from shardplan.facts import in_situation
 
     changes = differences(in_situation(before.plan), in_situation(after.plan))
-    first, second = f"{plan} on {before.situation}", f"{name} on {after.situation}"
+    difference = Difference(f"{plan} on {before.situation}", f"{name} on {after.situation}", changes)
     if printing:
-        click.echo(text(first, second, changes))
-    yield {"before": first, "after": second, "changes": [asdict(change) for change in changes]}
+        click.echo(text(difference))
+    yield asdict(difference)
 
 
 def _other(plan: str, other: str, before: Compiled, request: Request) -> tuple[str, Request]:
@@ -58,12 +58,12 @@ def _other(plan: str, other: str, before: Compiled, request: Request) -> tuple[s
     raise click.BadParameter(f"'{other}' is no plan, no mode=tp or mode=sp, and no mesh=AXES", param_hint="--diff")
 
 
-def text(before: str, after: str, changes: tuple[Change, ...]) -> str:
+def text(difference: Difference) -> str:
     """For people: section by section."""
-    lines = [f"from {before}", f"to   {after}"]
-    if not changes:
+    lines = [f"from {difference.before}", f"to   {difference.after}"]
+    if not difference.changes:
         return "\n".join([*lines, "  no difference", ""])
-    for section in dict.fromkeys(change.section for change in changes):
+    for section in dict.fromkeys(change.section for change in difference.changes):
         lines.append(f"  {section.replace('_', ' ')}")
-        lines += [f"    {change}" for change in changes if change.section == section]
+        lines += [f"    {change}" for change in difference.changes if change.section == section]
     return "\n".join([*lines, ""])
