@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import pty
+import re
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +215,32 @@ def test_paths_start_at_the_working_directory(tmp_path: Path, monkeypatch: pytes
     assert run("--check", path).stdout.startswith("plan.yaml:3:3: error SP006: ")
     monkeypatch.chdir(ROOT)
     assert run("--check", path).stdout.startswith(f"{path}:3:3: error SP006: ")
+
+
+def on_a_terminal(*args: str, **environment: str) -> str:
+    """What a process writes whose stdout is a terminal."""
+    controller, terminal = pty.openpty()
+    script = [sys.executable, "-c", "from shardplan.cli import main; main()", *args]
+    plain = {name: value for name, value in with_source().items() if name != "NO_COLOR"}
+    subprocess.run(script, cwd=ROOT, stdout=terminal, env={**plain, "TERM": "xterm", **environment}, check=False)
+    os.close(terminal)
+    written = b""
+    with suppress(OSError):  # Linux reports the end of a closed terminal as an error
+        while part := os.read(controller, 4096):
+            written += part
+    os.close(controller)
+    return written.decode().replace("\r\n", "\n")
+
+
+def test_colours_are_for_terminals_alone(tmp_path: Path) -> None:
+    path = str(plan(tmp_path, "format: 1\nrulez: {}\n"))
+    plain = run("--check", path).stdout
+    coloured = on_a_terminal("--check", path)
+    assert "\x1b[31m\x1b[1merror SP007:\x1b[0m" in coloured
+    assert coloured.endswith("\x1b[31m\x1b[1m1 error\x1b[0m\n")
+    assert re.sub(r"\x1b\[\d+m", "", coloured) == plain
+    assert on_a_terminal("--check", path, NO_COLOR="1") == plain
+    assert "\x1b" not in on_a_terminal("--check", "--format", "json", path)
 
 
 def test_github_commands_are_escaped(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import click
 
 from shardplan.command.check import check_one
+from shardplan.command.colour import paint
 from shardplan.command.compile import compile_one
 from shardplan.command.diff import diff_one
 from shardplan.command.dry_run import dry_run_one
@@ -127,7 +128,7 @@ def command(
     if format_ == "json":
         click.echo(json.dumps({"findings": findings.data(), **({kind: answers} if kind else {})}, indent=2))
     else:
-        for line in findings.github() if format_ == "github" else findings.text():
+        for line in findings.github() if format_ == "github" else findings.text(paint):
             click.echo(line)
     sys.exit(findings.exit_code(strict=strict))
 

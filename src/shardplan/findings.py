@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,6 +11,13 @@ from shardplan.diagnostics import Diagnostic, Location, Severity
 CLEAN, WRONG, COULD_NOT_CHECK = 0, 1, 2
 # A plan, mesh or model that cannot be had, or a run that cannot be made, says nothing of a plan.
 COULD_NOT_CHECK_CODES = ("SP001", "SP301", "SP901", "SP903", "SP904")
+
+
+Paint = Callable[[str, Severity], str]
+
+
+def _plain(text: str, _severity: Severity) -> str:
+    return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +58,14 @@ class Findings:
             return WRONG
         return COULD_NOT_CHECK if refused else CLEAN
 
-    def text(self) -> Iterator[str]:
-        """For people: each finding, then how many there are of each severity."""
+    def text(self, paint: Paint = _plain) -> Iterator[str]:
+        """For people: each finding, then how many there are of each severity, in the colours of ``paint``."""
         for finding, situations in self:
-            yield f"{finding}\n    on: {_situations(situations)}" if situations else str(finding)
+            said, head = str(finding), f"{finding.severity.value} {finding.code}:"
+            said = said.replace(head, paint(head, finding.severity), 1)
+            yield f"{said}\n    on: {_situations(situations)}" if situations else said
         counts = {severity: sum(finding.severity is severity for finding in self._met) for severity in Severity}
-        summary = [f"{n} {s.value}{'s' * (n > 1)}" for s, n in counts.items() if n and s is not Severity.NOTE]
+        summary = [paint(f"{n} {s.value}{'s' * (n > 1)}", s) for s, n in counts.items() if n and s is not Severity.NOTE]
         if summary:
             yield ", ".join(summary)
 
