@@ -14,7 +14,7 @@ from shardplan.diagnostics import CODES
 APPLY_ONLY = {"SP302", "SP303"}
 
 # Everything else exits with 1, the plan is wrong.
-EXIT_CODES = {"SP001": 2, "SP301": 2, "SP901": 2, "SP207": 0, "SP209": 0, "SP902": 0}
+EXIT_CODES = {"SP001": 2, "SP301": 2, "SP901": 2, "SP207": 0, "SP209": 0, "SP902": 0, "SP904": 2}
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def test_a_broken_plan_is_refused_in_these_words(plan: Path) -> None:
     assert result.stdout == plan.with_suffix(".txt").read_text(encoding="utf-8"), "make golden, and read the difference"
     assert result.stderr == ""
     assert f" {code}: " in result.stdout
-    assert result.exit_code == {"SP001": 2, "SP207": 0, "SP209": 0, "SP901": 2, "SP902": 0}.get(
+    assert result.exit_code == {"SP001": 2, "SP207": 0, "SP209": 0, "SP901": 2, "SP902": 0, "SP904": 2}.get(
         code, 2 if plan.stem in ("SP301", "SP301-order") else 1
     )
 

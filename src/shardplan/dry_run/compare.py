@@ -26,7 +26,7 @@ def differences(calls: Iterable[Call], compiled: CompiledPlan, resolved: Resolve
         spared = frozen and key[1] == "backward" and ran[key] < said[key]
         if ran[key] != said[key] and not spared:
             kinds.setdefault((general(key[0]), *key[1:]), []).append(key)
-    for kind, keys in kinds.items():
+    for kind, keys in sorted(kinds.items(), key=lambda entry: entry[0][1] == "backward"):  # forward first
         yield _difference(kind, sum(ran[key] for key in keys), sum(said[key] for key in keys), keys[0], resolved)
 
 
