@@ -143,20 +143,26 @@ def _idle(resolved: ResolvedPlan, compiled: CompiledPlan, written: str, sequence
         return False
     if any(_untrue(module, by_fqn[module.fqn], side, sequence_parallel) for module in spoken for side in SIDES):
         return True
-    works = any(_works(module, by_fqn[module.fqn]) for module in spoken)
+    works = any(_works(module, by_fqn[module.fqn]) for module in spoken if _holds_parameters(resolved, module))
+    works = works or any(module.style and module.style.positions for module in spoken)
     return not works and written not in claims
 
 
 SIDES = ("input", "output")
 
 
+def _holds_parameters(resolved: ResolvedPlan, module: ResolvedModule) -> bool:
+    prefix = f"{module.fqn}." if module.fqn else ""
+    return any(p.fqn.startswith(prefix) for p in resolved.inventory.parameters)
+
+
 def _works(module: ResolvedModule, compiled: CompiledModule) -> bool:
-    """Whether a rule guards positions or has edges; a style's own are idle where it has nothing to split."""
+    """Whether a rule has edges; a style's own are idle where it has nothing to split."""
     assert module.rule is not None
     assert module.style is not None
     stated = bool(module.rule.input or module.rule.output)
     edges = compiled.edges and (stated or module.style.opens_block or module.info.parameters)
-    return module.style.positions or bool(edges)
+    return bool(edges)
 
 
 def _untrue(module: ResolvedModule, compiled: CompiledModule, side: str, sequence_parallel: bool) -> bool:

@@ -47,6 +47,7 @@ def _layers_without_unit(target: Target, units: set[str]) -> Iterator[Diagnostic
         return
     modules = target.resolved.inventory.modules
     members = [m.fqn for m in modules if m.fqn and next(ancestors(m.fqn)) == layers]
+    yield from _around_layers(target)
     bare = [member for member in members if not any(unit == member or unit.startswith(f"{member}.") for unit in units)]
     if len(bare) > 1:
         held = tuple(f"{member}." for member in bare)
@@ -61,6 +62,25 @@ def _layers_without_unit(target: Target, units: set[str]) -> Iterator[Diagnostic
             hint=f'write `fsdp: {{units: {{"{target.spell(layers)}.*": {{}}}}}}`',
             severity=Severity.WARNING,
         )
+
+
+def _around_layers(target: Target) -> Iterator[Diagnostic]:
+    """SP111: a unit around all layers frees what it holds itself when they are done, just before it is needed again."""
+    by_fqn = target.resolved.inventory.by_fqn
+    for matched in target.resolved.units:
+        for fqn in set(matched.fqns).intersection(ancestors(target.stream.layers or "")) - {""}:
+            if matched.line.reshard is False:
+                continue
+            yield Diagnostic(
+                "SP111",
+                f"FSDP2 unit {fqn}, a {by_fqn[fqn].class_name}, lies around the decoder layers: what it holds itself "
+                "is freed after the forward and gathered again at once",
+                where=matched.line.where,
+                subject=fqn,
+                expected="units inside the layers, or `reshard: false`",
+                hint="remove it: the outermost unit holds the rest",
+                severity=Severity.WARNING,
+            )
 
 
 def _root_reshards(target: Target) -> Iterator[Diagnostic]:

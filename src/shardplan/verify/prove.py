@@ -12,7 +12,7 @@ from shardplan.checks.target import Target, count
 from shardplan.diagnostics import Diagnostic
 from shardplan.inventory import ancestors
 from shardplan.mesh import SHARDING, TP, MeshSpec
-from shardplan.plan import Rule
+from shardplan.plan import Plan, Rule
 from shardplan.verify.compare import Deviation, Proof, compare
 from shardplan.verify.ranks import LocalRanks, RanksFailedError
 from shardplan.verify.shrink import Change, shrink
@@ -69,14 +69,26 @@ def prove(target: Target, subject: Subject, ranks: LocalRanks) -> tuple[Diagnost
         subject: the small model.
         ranks: as many processes as the subject's mesh has ranks.
     """
-    plan = replace(target.resolved.plan, mixed_precision=None, cpu_offload=None)  # proofs run in fp32
-    proof = Proof(subject.build, plan, target.resolved.styles, subject.mesh, target.sequence_parallel)
+    proof = Proof(
+        subject.build, _runnable(target.resolved.plan), target.resolved.styles, subject.mesh, target.sequence_parallel
+    )
     try:
         found = ranks.run(compare, proof)
     except RanksFailedError as failed:
         found = [[Deviation("crash", "", str(failed), "the run")]]
     deviations = tuple(dict.fromkeys(deviation for rank in found for deviation in rank))
     return tuple(_findings(target, subject.mesh, deviations))
+
+
+def _runnable(plan: Plan) -> Plan:
+    """The plan in fp32 and on few ranks, over which a number to reshard over means nothing."""
+    units = tuple(replace(unit, reshard=_without_number(unit.reshard)) for unit in plan.units)
+    root = _without_number(plan.root_reshard)
+    return replace(plan, units=units, root_reshard=root, mixed_precision=None, cpu_offload=None)
+
+
+def _without_number(reshard: bool | int | None) -> bool | None:
+    return reshard if reshard is None else bool(reshard)
 
 
 def _findings(target: Target, mesh: MeshSpec, deviations: Sequence[Deviation]) -> list[Diagnostic]:
