@@ -150,26 +150,29 @@ def check_claims(target: Target) -> Iterator[Diagnostic]:
     Linears that another check finds missing from their group, and parameters tied to a decided one, are left to that.
     """
     whole, undecided = left_whole(target), _undecided(target)
-    forgotten: dict[tuple[str, Severity], list[int]] = {}
+    forgotten: dict[str, list[ParameterInfo]] = {}
     for parameter in undecided:
         if parameter.fqn.rpartition(".")[0] not in whole and not target.explained(parameter.fqn):
-            harmless = _may_be_omitted(target, parameter.fqn) and (
-                target.resolved.plan.omits_silently or _cannot_be_cut(target, parameter)
-            )
-            severity = Severity.WARNING if harmless else Severity.ERROR
-            key = general(_forgotten_whole(target, parameter.fqn)), severity
-            forgotten.setdefault(key, []).append(parameter.nbytes)
-    for (name, severity), sizes in forgotten.items():
-        replicated = " and it is replicated" if severity is Severity.WARNING else ""
+            forgotten.setdefault(general(_forgotten_whole(target, parameter.fqn)), []).append(parameter)
+    for name, parameters in forgotten.items():
+        harmless = all(_is_harmless(target, parameter) for parameter in parameters)
+        nbytes = sum(parameter.nbytes for parameter in parameters)
+        replicated = " and it is replicated" if harmless else ""
         yield Diagnostic(
             "SP104",
-            f"no rule decides about {name} ({count(len(sizes), 'parameter')}, {size(sum(sizes))}){replicated}",
+            f"no rule decides about {name} ({count(len(parameters), 'parameter')}, {size(nbytes)}){replicated}",
             where=target.resolved.plan.where,
             subject=name,
             expected="a rule for every parameter",
             hint=f"give it a style, or write `{target.spell(name)}: null` to replicate it on purpose",
-            severity=severity,
+            severity=Severity.WARNING if harmless else Severity.ERROR,
         )
+
+
+def _is_harmless(target: Target, parameter: ParameterInfo) -> bool:
+    return _may_be_omitted(target, parameter.fqn) and (
+        target.resolved.plan.omits_silently or _cannot_be_cut(target, parameter)
+    )
 
 
 def _cannot_be_cut(target: Target, parameter: ParameterInfo) -> bool:
