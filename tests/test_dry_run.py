@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from click.testing import CliRunner
 from torch import nn
@@ -179,6 +180,35 @@ def test_lengths_are_what_the_model_and_tp_allow() -> None:
     assert ran(mesh="tp=2").length == LENGTH
     model = tiny_models.build_meta("llama", max_position_embeddings=99)
     assert dry_run(target(model, "tp=4"), model).length == 96
+
+
+class Own(nn.Module):
+    """A model of nobody's library: ids by position, logits as they are, and a table that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.up, self.down = nn.Embedding(32, 8), nn.Linear(8, 16), nn.Linear(16, 32)
+        self.table = torch.ones(8)
+
+    def forward(self, tokens: Any) -> Any:
+        return self.down(self.up(self.embed(tokens) * self.table).relu())
+
+
+def test_a_model_of_ones_own_needs_no_labels() -> None:
+    with torch.device("meta"):
+        model = Own()
+    plan = {"embed": "replicate", "up": "colwise", "down": "rowwise"}
+    result = dry_run(target(model, "tp=2", [plan]), model, length=16)
+    assert result.findings == ()
+    assert at(result.calls, "down") == {"forward": [("all_reduce", 16 * 32 * FLOAT)]}
+    assert at(result.calls, "up") == {"backward": [("all_reduce", 16 * 8 * FLOAT)]}
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 2), ("float32", 4)])
+def test_bytes_follow_the_precision(dtype: str, size: int) -> None:
+    result = ran(mesh="dp=2,tp=2", mixed_precision={"param": dtype, "reduce": "float32"}, cpu_offload=True)
+    assert result.findings == ()
+    assert at(result.calls, "model.layers.1.mlp")["forward"] == [("all_reduce", LENGTH * HIDDEN * size)]
 
 
 # ---------------------------------------------------------------- what raises

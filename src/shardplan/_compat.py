@@ -136,7 +136,7 @@ def next_node() -> int:
 def running_node() -> tuple[int, str] | None:
     """torch 2.13: number and name of the autograd node whose backward is running in this thread.
 
-    None outside a backward, and for the accumulation of gradients, whose nodes are made before any forward.
+    None outside a backward, and for the accumulation of gradients, whose nodes have no number of their own.
     """
     node = torch._C._current_autograd_node()
     if node is None or "AccumulateGrad" in node.name():

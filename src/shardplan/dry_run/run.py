@@ -76,12 +76,22 @@ class _Step:
         self.phase = "in the forward"
         _set_loss_apart(self.model, self.running)
         with _compat.fake_tensors():
-            self.model.to_empty(device="cpu").train()
+            _give_memory(self.model)
+            self.model.train()
             with recorder:
                 loss = _forward(self.model, torch.zeros((1, self.length), dtype=torch.long))
                 self.phase, recorder.backward = "in the backward", True
                 loss.backward()
         return tuple(recorder.calls)
+
+
+def _give_memory(model: nn.Module) -> None:
+    """Off the meta device, inside fake tensors: parameters, buffers, and tensors that modules just hold."""
+    model.to_empty(device="cpu")
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and value.is_meta:
+                setattr(module, name, torch.empty_like(value, device="cpu"))
 
 
 def _forward(model: nn.Module, ids: Tensor) -> Tensor:
