@@ -55,6 +55,13 @@ def test_a_degree_is_legal_where_the_check_passes() -> None:
     }
 
 
+def test_other_reasons_are_said_apart() -> None:
+    found = degrees("dp=4,tp=1", num_key_value_heads=12, intermediate_size=35, vocab_size=5)
+    assert [(refused.degrees, refused.code) for refused in found.refused] == [((2,), "SP202"), ((4,), "SP202")]
+    assert "share a dim of 35," in found.refused[0].message
+    assert "share a dim of 5," in found.refused[1].message
+
+
 def test_no_degree_beyond_the_largest() -> None:
     found = degrees("dp=12,tp=2", largest=3)
     assert (found.legal, found.refused) == ((1, 2, 3), ())

@@ -155,6 +155,12 @@ def test_a_change_of_the_model_breaks_the_lock() -> None:
     ]
 
 
+def test_calls_and_bytes_are_locked_by_situation() -> None:
+    text = write()
+    Path("lock.json").write_text(text.replace('"gradient_sums": 3', '"gradient_sums": 4', 1))
+    assert said(check()) == ["the lock lock.json does not hold for totals: (the model): gradient sums 4 -> 3"]
+
+
 def test_situations_come_and_go() -> None:
     write()
     Path("plan.yaml").write_text(PLAN.replace("tp=2]", "'dp=4,tp=2']"))

@@ -133,6 +133,13 @@ def test_tied_parameters_count_once_and_are_named() -> None:
     assert "tied: model.embed_tokens.weight and lm_head.weight are one parameter\n" in report_text(tied)
 
 
+def test_a_tied_parameter_is_covered_by_the_rule_of_its_first_name() -> None:
+    tied = report(tie_word_embeddings=True).coverage.styles
+    assert {s.style: s.parameters for s in tied if s.treatment == "sharded"} == {
+        "embedding_rowwise": 1, "colwise": 10, "rowwise": 4,
+    }  # fmt: skip
+
+
 def test_a_rule_over_both_ends_of_a_tied_pair_counts_it_once(tmp_path: Path) -> None:
     plan = tmp_path / "plan.yaml"
     plan.write_text('format: 1\nrules:\n  "**": null\n')
