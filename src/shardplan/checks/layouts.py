@@ -65,9 +65,9 @@ def _inside(target: Target, group: Group) -> Iterator[Diagnostic]:
     for member in target.resolved.children(group.owner.fqn):
         taken, given = input_conversion(member), output_conversion(member)
         takes_features = taken is not None and taken.source == FEATURES and member.info.kind is Kind.LINEAR
-        if taken and not takes_features and _communicates(member, taken):
+        if taken and not takes_features and _converts(target, member, taken):
             repeated.setdefault(("input", id(member.rule)), []).append(member)
-        if given and _communicates(member, given) and not (ends and given.target == ends.source == REPLICATE):
+        if given and _converts(target, member, given) and not (ends and given.target == ends.source == REPLICATE):
             repeated.setdefault(("output", id(member.rule)), []).append(member)
     for (side, _), members in repeated.items():
         names = listed(dict.fromkeys(last(member.fqn) for member in members))
@@ -229,12 +229,11 @@ def _opens_block(module: ResolvedModule) -> bool:
     return module.style is not None and module.style.opens_block
 
 
-def _communicates(module: ResolvedModule, conversion: Conversion) -> bool:
+def _converts(target: Target, module: ResolvedModule, conversion: Conversion) -> bool:
     try:
-        edge = _lowered(module, conversion)
+        return _lowered(module, conversion).in_mode(target.sequence_parallel) is not None
     except UnsupportedConversionError:
         return False  # reported by `check_conversions`
-    return edge.whole is not None or edge.cut is not None
 
 
 def _sends(target: Target, module: ResolvedModule, conversion: Conversion) -> bool:
