@@ -134,6 +134,12 @@ class ResolvedPlan:
         fqn = self.inventory.head
         return None if fqn is None else self.by_fqn[fqn]
 
+    def governing(self, name: str) -> Rule | None:
+        """The rule that decides about a parameter or a module, or about the nearest module around it."""
+        claims = [p.claim for module in self.modules for p in module.parameters if p.info.fqn == name and p.claim]
+        around = (self.by_fqn[fqn].rule for fqn in (name, *ancestors(name)) if fqn in self.by_fqn)
+        return next((rule for rule in (*claims, *around) if rule is not None), None)
+
     @cached_property
     def _by_block(self) -> dict[str | None, tuple[ResolvedModule, ...]]:
         found: dict[str | None, list[ResolvedModule]] = {}

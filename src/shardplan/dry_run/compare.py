@@ -58,11 +58,8 @@ def governing(resolved: ResolvedPlan, module: str) -> Location | None:
     """The rule that speaks about ``module``, or else about the nearest around it; of the head for what is no module."""
     if module not in resolved.by_fqn:
         module = resolved.head.fqn if resolved.head else ""
-    for fqn in (module, *ancestors(module)):
-        rule = resolved.by_fqn[fqn].rule
-        if rule is not None:
-            return rule.where
-    return resolved.plan.where
+    rule = resolved.governing(module)
+    return rule.where if rule else resolved.plan.where
 
 
 def _difference(kind: Key, ran: int, said: int, first: Key, resolved: ResolvedPlan) -> Diagnostic:

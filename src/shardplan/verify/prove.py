@@ -10,9 +10,8 @@ from torch import nn
 from shardplan.checks.names import general
 from shardplan.checks.target import Target, count
 from shardplan.diagnostics import Diagnostic
-from shardplan.inventory import ancestors
 from shardplan.mesh import SHARDING, TP, MeshSpec
-from shardplan.plan import Plan, Rule
+from shardplan.plan import Plan
 from shardplan.verify.compare import Deviation, Proof, compare
 from shardplan.verify.ranks import LocalRanks, RanksFailedError
 from shardplan.verify.shrink import Change, shrink
@@ -97,7 +96,7 @@ def _findings(target: Target, mesh: MeshSpec, deviations: Sequence[Deviation]) -
         return []
     first = _first(deviations)
     others = {d.subject for d in deviations if d.subject and d.what == first.what} - {first.subject}
-    rule, name = _governing(target, first.subject), general(first.subject)
+    rule, name = (target.resolved.governing(first.subject) if first.subject else None), general(first.subject)
     more = f"; so are {count(len(others), 'other')}" if others else ""
     code, message, expected, hint = _words(first, name, more)
     governed = f" (rule {rule.pattern})" if rule else ""
@@ -140,18 +139,3 @@ def _words(deviation: Deviation, name: str, more: str) -> tuple[str, str, str, s
     hint = "where each rank sees its part of the work only, use replicated_with_grad_allreduce"
     message = f"{what}{name} is {text}{more}" if what else f"{name}: {text}{more}"
     return "SP404", message, "what the unsharded model has", hint
-
-
-def _governing(target: Target, subject: str) -> Rule | None:
-    """The rule that decides about a parameter or module, or the nearest one around it."""
-    by_fqn = target.resolved.by_fqn
-    for fqn in (subject, *ancestors(subject)) if subject else ():
-        module = by_fqn.get(fqn)
-        if module is None:
-            owner = by_fqn.get(fqn.rpartition(".")[0])
-            claims = [p.claim for p in owner.parameters if p.info.fqn == fqn] if owner else []
-            if claims and claims[0] is not None:
-                return claims[0]
-        elif module.rule is not None:
-            return module.rule
-    return None

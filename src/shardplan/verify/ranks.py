@@ -159,7 +159,8 @@ def _outcome(job: bytes, rank: int, size: int, store: str) -> bytes:
     import gc
 
     import torch.distributed as dist
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    from shardplan import _compat
 
     try:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
@@ -170,5 +171,5 @@ def _outcome(job: bytes, rank: int, size: int, store: str) -> bytes:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-        _clear_sharding_prop_cache()  # torch 2.13: cached placements hold this job's mesh and its groups' names
+        _compat.forget_meshes()
         gc.collect()
