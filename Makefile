@@ -4,12 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test parity check lint types quick-tests format schema golden clean
+.PHONY: help demo test parity campaign check lint types quick-tests format schema golden clean
 
 help:
 	@echo "make demo    check the shipped plans, then train a tiny Llama on 4 processes and on one, and compare"
 	@echo "make test    all tests"
 	@echo "make parity  the parity contract in every combination, about an hour; writes docs/parity.md"
+	@echo "make campaign  every mutation of the shipped plans against the checker, hours; writes docs/campaign.md"
 	@echo "make check   lint, format, types, and the tests that need no processes"
 	@echo "make format  rewrite the sources as ruff wants them"
 	@echo "make schema  write the two files in schemas anew"
@@ -28,6 +29,9 @@ test: $(READY)
 
 parity: $(READY)
 	$(BIN)/python tests/full_parity.py
+
+campaign: $(READY)
+	$(BIN)/python tests/campaign.py --write
 
 check: $(READY)
 	@$(MAKE) --no-print-directory --jobs 2 lint types quick-tests

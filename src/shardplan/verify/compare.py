@@ -23,6 +23,7 @@ from shardplan.plan import Plan
 from shardplan.resolve import resolve
 from shardplan.styles import Style
 from shardplan.verify.activations import first_difference
+from shardplan.verify.trail import Trail
 from shardplan.verify.weights import randomise
 
 # The contract, in fp32 on gloo.
@@ -75,37 +76,37 @@ class Deviation:
 
 def compare(proof: Proof) -> list[Deviation]:
     """Everything that deviates on this rank; empty when all holds. What the model raises is a deviation, too."""
-    running = _Running()
+    trail = Trail()
     try:
-        return list(_steps(proof, running))
+        return list(_steps(proof, trail))
     except Exception as error:  # noqa: BLE001 - any code of any model under any plan: the finding is that it raises
         message = str(error).splitlines()[0] if str(error) else ""
-        return [Deviation("crash", running.module, f"{type(error).__name__}: {message}", running.step)]
+        return [Deviation("crash", trail.module, f"{type(error).__name__}: {message}", trail.step)]
 
 
-def _steps(proof: Proof, running: _Running) -> Iterator[Deviation]:
+def _steps(proof: Proof, trail: Trail) -> Iterator[Deviation]:
     reference, sharded = _built(proof), _built(proof)
     names, sizes = zip(*proof.mesh.axes, strict=True)
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
-    running.step = "applying the plan"
+    trail.step = "applying the plan"
     resolved = resolve(proof.plan, take_inventory(sharded), proof.styles)
     compiled = lower(resolved, proof.mesh, sequence_parallel=proof.sequence_parallel)
     apply(sharded, compiled, mesh)
     yield from _names(reference, sharded)
-    running.follow(sharded)
+    trail.follow(sharded)
     told = frozenset(module.fqn for module in compiled.modules if module.block is None)
     pair = _Pair(reference, sharded, mesh, proof.seed, told)
     for number, length in enumerate(LENGTHS):
         for masked in (False, True) if length > 1 and number == 0 else (False,):
-            running.step = f"a sequence of {length}{' with padding' if masked else ''}"
+            trail.step = f"a sequence of {length}{' with padding' if masked else ''}"
             found = list(pair.one_batch(length, masked))
-            yield from (replace(deviation, when=running.step) for deviation in found)
+            yield from (replace(deviation, when=trail.step) for deviation in found)
             if any(deviation.what == "logits" for deviation in found):
                 return
-    running.step = "two micro-batches"
-    yield from (replace(deviation, when=running.step) for deviation in pair.accumulation())
-    running.step = "three AdamW steps"
-    yield from (replace(deviation, when=running.step) for deviation in pair.training())
+    trail.step = "two micro-batches"
+    yield from (replace(deviation, when=trail.step) for deviation in pair.accumulation())
+    trail.step = "three AdamW steps"
+    yield from (replace(deviation, when=trail.step) for deviation in pair.training())
 
 
 def _built(proof: Proof) -> nn.Module:
@@ -113,30 +114,6 @@ def _built(proof: Proof) -> nn.Module:
     model = proof.build()
     randomise(model, proof.seed)
     return model.train()
-
-
-class _Running:
-    """Where a run is: the step of the proof, and the module whose forward is running."""
-
-    def __init__(self) -> None:
-        self.step = "building the model"
-        self._stack: list[str] = []
-
-    @property
-    def module(self) -> str:
-        return self._stack[-1] if self._stack else ""
-
-    def follow(self, model: nn.Module) -> None:
-        """What raises leaves its name on the stack: the hook behind it does not run."""
-        for fqn, module in model.named_modules():
-            module.register_forward_pre_hook(self._enter(fqn), prepend=True)
-            module.register_forward_hook(self._leave)
-
-    def _enter(self, fqn: str) -> Callable[[nn.Module, Any], None]:
-        return lambda _module, _args: self._stack.append(fqn)
-
-    def _leave(self, _module: nn.Module, _args: Any, _output: Any) -> None:
-        self._stack.pop()
 
 
 class _Pair:
