@@ -123,7 +123,8 @@ def _look(mutant: Mutant, sequence_parallel: bool) -> Seen:
 
 def _faults(reference: nn.Module, sharded: nn.Module, mesh: parity.DeviceMesh) -> list[str]:
     faults = list(parity._same_names(reference, sharded))
-    for number, batch in enumerate((Batch(length=12, mask=True), Batch(length=7))):
+    images = hasattr(getattr(reference, "config", None), "vision_config")
+    for number, batch in enumerate((Batch(length=12, mask=True), Batch(length=7), Batch(length=16, image=images))):
         faults += parity.compare_batch(reference, sharded, mesh, batch, seed=50 + number)
         if faults:
             return faults

@@ -33,6 +33,7 @@ class Batch:
     mask: bool = False
     positions: str = "absent"
     labels: bool = False
+    image: bool = False  # one in each row, for models that see
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,12 @@ def make_inputs(batch: Batch, seed: int = 0) -> tuple[dict[str, Tensor], Tensor]
         start = batch.length // 2 if batch.positions == "restarting" else 0
         positions = torch.cat([torch.arange(start), torch.arange(batch.length - start)])
         inputs["position_ids"] = positions.expand(ROWS, -1).contiguous()
+    if batch.image:
+        ids[ids == tiny_models.IMAGE_TOKEN] = 0
+        ids[:, 1 : 1 + tiny_models.IMAGE_TOKENS] = tiny_models.IMAGE_TOKEN
+        size = tiny_models.VISION["image_size"]
+        inputs["pixel_values"] = torch.randn(ROWS, 3, size, size, generator=generator)
+        inputs["token_type_ids"] = (ids == tiny_models.IMAGE_TOKEN).long()
     if batch.labels:
         inputs["labels"] = ids.clone()
         inputs["labels"][:, 1] = -100  # the same number in each row, so that a mean of means is the mean

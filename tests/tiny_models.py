@@ -43,6 +43,7 @@ VISION = {
     "image_size": 16,
     "patch_size": 4,
 }
+IMAGE_TOKEN, IMAGE_TOKENS = 255, 4
 BIASED = {"attention_bias": True, "mlp_bias": True}
 
 # name -> model class, config class, what its config says beyond SIZES
@@ -70,7 +71,10 @@ def config(name: str, **changes: Any) -> Any:
     _, config_class, own = MODELS[name]
     if config_class is Gemma3Config:
         return Gemma3Config(
-            text_config=config("gemma3", **changes), vision_config=VISION, mm_tokens_per_image=4, image_token_id=255
+            text_config=config("gemma3", **changes),
+            vision_config=VISION,
+            mm_tokens_per_image=IMAGE_TOKENS,
+            image_token_id=IMAGE_TOKEN,
         )
     return config_class(**{**SIZES, **own, **changes})
 
@@ -82,7 +86,7 @@ def build(name: str, **changes: Any) -> nn.Module:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.ndim == 1:
+            if parameter.ndim == 1 or not parameter.any():  # Gemma 3's projection of images starts at zero
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
     return model
 

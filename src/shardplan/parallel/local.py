@@ -22,7 +22,11 @@ Reader = Callable[[Tensor], Tensor]
 
 
 class ReadsLocally:
-    """Mixin in front of a module's class: ``self.weight`` is local while ``forward`` runs."""
+    """Mixin in front of a module's class: ``self.weight`` is local while ``forward`` runs.
+
+    So are the weights of its direct children, whose forward need not run at all: `torch.nn.MultiheadAttention` and
+    fused kernels hand ``self.out_proj.weight`` to a function.
+    """
 
     tp_stream: Stream
     tp_readers: dict[str, Reader]
@@ -30,11 +34,19 @@ class ReadsLocally:
     tp_reading = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.tp_reading = True
+        readers = self._readers()
+        before = [reader.tp_reading for reader in readers]
+        for reader in readers:
+            reader.tp_reading = True
         try:
             return super().forward(*args, **kwargs)  # type: ignore[misc]  # a mixin: nn.Module is behind it
         finally:
-            self.tp_reading = False
+            for reader, was_reading in zip(readers, before, strict=True):
+                reader.tp_reading = was_reading
+
+    def _readers(self) -> list[ReadsLocally]:
+        children: dict[str, Any] = self._modules  # type: ignore[attr-defined]  # nn.Module's
+        return [self, *(child for child in children.values() if isinstance(child, ReadsLocally))]
 
 
 class ReadsOwnRows(ReadsLocally):
