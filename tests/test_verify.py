@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 import broken_models
 from golden import ROOT
-from shardplan import cli, verify_plan
+from shardplan import PlanError, cli, verify_plan
 from shardplan.mesh import parse_mesh
 from shardplan.references import build_meta_model
 from shardplan.verify import ranks as ranks_module
@@ -70,6 +70,11 @@ def test_a_gradient_that_only_one_mode_gets_wrong() -> None:
 
 def test_the_api_proves_a_meta_model_that_has_no_small_builder() -> None:
     assert verify_plan("qwen2", build_meta_model("qwen3-0.6b"), "dp=8,tp=8", sequence_parallel=True) == ()
+
+
+def test_what_cannot_be_handed_to_processes_is_refused() -> None:
+    with pytest.raises(PlanError, match="SP903: LlamaForCausalLM, its builder or a style cannot be handed"):
+        verify_plan("llama", lambda: broken_models.llama(), "tp=2")
 
 
 @pytest.mark.parametrize(

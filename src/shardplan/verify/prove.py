@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -9,7 +10,7 @@ from torch import nn
 
 from shardplan.checks.names import general
 from shardplan.checks.target import Target, count
-from shardplan.diagnostics import Diagnostic
+from shardplan.diagnostics import Diagnostic, PlanError
 from shardplan.mesh import SHARDING, TP, MeshSpec
 from shardplan.plan import Plan
 from shardplan.verify.compare import Deviation, Proof, compare
@@ -67,16 +68,44 @@ def prove(target: Target, subject: Subject, ranks: LocalRanks) -> tuple[Diagnost
         target: the plan and its mode, resolved for the model at its real size, of which findings speak.
         subject: the small model.
         ranks: as many processes as the subject's mesh has ranks.
+
+    Raises:
+        PlanError: SP903, the model or a style cannot be handed to another process.
     """
     proof = Proof(
         subject.build, _runnable(target.resolved.plan), target.resolved.styles, subject.mesh, target.sequence_parallel
     )
+    _require_sendable(target, proof)
     try:
         found = ranks.run(compare, proof)
     except RanksFailedError as failed:
         found = [[Deviation("crash", "", str(failed), "the run")]]
     deviations = tuple(dict.fromkeys(deviation for rank in found for deviation in rank))
     return tuple(_findings(target, subject.mesh, deviations))
+
+
+def _require_sendable(target: Target, proof: Proof) -> None:
+    """Processes import classes and functions by name, and ``__main__`` is another module there."""
+    try:
+        pickled = pickle.dumps(proof)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        problem = str(error)
+    else:
+        if b"__main__" not in pickled:
+            return
+        problem = "it is defined in __main__"
+    raise PlanError([_not_sendable(target, problem)])
+
+
+def _not_sendable(target: Target, problem: str) -> Diagnostic:
+    name = target.resolved.inventory.architectures[0]
+    return Diagnostic(
+        "SP903",
+        f"{name}, its builder or a style cannot be handed to the processes that run the proof: {problem}",
+        subject=name,
+        expected="classes and functions of importable modules",
+        hint="move it into a module of its own",
+    )
 
 
 def _runnable(plan: Plan) -> Plan:
