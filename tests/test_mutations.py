@@ -114,6 +114,8 @@ HARMLESS: list[Harmless] = [
         ".embed_tokens": ["sequence_parallel"],
         ".norm": ["sequence_parallel"],
         "lm_head": ["sequence_parallel", "{style: sequence_parallel, input: stream -> replicate}"]}),
+    ("a layer that a rule for all of it leaves whole, which is noted", "TP", {
+        ".layers.0": ["sequence_parallel", "{style: sequence_parallel, input: stream -> replicate}"]}),
     ("a norm's gradient is complete while the stream is whole", "TP", {
         ".norm": ["null"], ANY + "input_layernorm": ["null"], ANY + "post_attention_layernorm": ["null"]}),
 ]  # fmt: skip

@@ -78,7 +78,7 @@ def check_unknown_parameters(target: Target) -> Iterator[Diagnostic]:
 def check_token_mixers(target: Target) -> Iterator[Diagnostic]:
     """SP105: on the cut stream each rank has a part of the tokens, and attention there would see only those."""
     seen: set[str] = set()
-    for module in target.resolved.modules:
+    for module in target.resolved.modules if target.sequence_parallel else ():
         style, rule = module.style, module.rule
         on_stream = style is not None and rule is not None and style.gradient is Gradient.STREAM
         if on_stream and rule and mixes_tokens(target, module) and general(module.fqn) not in seen:
@@ -95,10 +95,11 @@ def check_token_mixers(target: Target) -> Iterator[Diagnostic]:
 
 
 def mixes_tokens(target: Target, module: ResolvedModule) -> bool:
-    """Whether a module is attention, or holds some."""
+    """Whether a module is attention, or holds some, around which no block gathers the tokens."""
     prefix = f"{module.fqn}."
-    return module.info.attention is not None or any(
-        other.attention is not None and other.fqn.startswith(prefix) for other in target.resolved.inventory.modules
+    return any(
+        other.info.attention is not None and other.inside is None and f"{other.fqn}.".startswith(prefix)
+        for other in target.resolved.modules
     )
 
 
