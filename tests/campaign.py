@@ -92,13 +92,25 @@ def seen_by_oracle(pool: Pool, chunk: list[Mutant], sequence_parallel: bool) -> 
     return together
 
 
-def _asked(ranks: LocalRanks, mutant: Mutant, mode: str, truth: str, reason: str) -> Verdict:
+def again(ranks: LocalRanks, record: Path) -> Iterator[Verdict]:
+    """Verdicts of an earlier run with the checks asked anew; what the oracle saw does not depend on them."""
+    known = {(m.plan, m.text): m for plan in shipped_plans() for m in mutants(plan)}
+    for line in record.read_text().splitlines():
+        old = json.loads(line)
+        mutant = known[old["plan"], old["text"]]
+        yield _asked(ranks, mutant, old["mode"], old["truth"], old["reason"], verified=old["verified"])
+
+
+def _asked(
+    ranks: LocalRanks, mutant: Mutant, mode: str, truth: str, reason: str, verified: bool | None = None
+) -> Verdict:
+    """Ask the checks, and where they let a mutant pass the proof, unless its outcome is known."""
     findings, target = _checked(mutant, MODES[mode])
     refused = bool(errors(findings))
-    verified = None
-    if not refused and target is not None:
+    if not refused and verified is None and target is not None:
         subject = make_subject(model_of(REAL[mutant.plan]), REAL_MESH, ranks.size)
         verified = bool(prove(target, subject, ranks))
+    verified = None if refused else verified
     named = any(finding.severity is not Severity.NOTE for finding in findings)
     codes = tuple(dict.fromkeys(finding.code for finding in findings))
     return Verdict(mutant.plan, mutant.kind, mutant.text, mode, truth, reason, refused, named, codes, verified)
@@ -188,13 +200,15 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--sample", type=int, default=1, help="look at every N-th mutant")
     parser.add_argument("--plan", action="append")
+    parser.add_argument("--again", type=Path, help="a record, of which only the checks are asked anew")
     parser.add_argument("--record", help="a file for the verdicts, one JSON object a line")
     parser.add_argument("--write", action="store_true", help="write docs/campaign.md")
     arguments = parser.parse_args()
     pool, verdicts, start = Pool(), [], time.monotonic()
     record = Path(arguments.record).open("w") if arguments.record else None  # noqa: SIM115 - for the whole run
     with LocalRanks(2) as ranks:
-        for plan in arguments.plan or shipped_plans():
+        verdicts += again(ranks, arguments.again) if arguments.again else ()
+        for plan in () if arguments.again else arguments.plan or shipped_plans():
             chosen = list(mutants(plan))[:: arguments.sample]
             print(f"{plan}: {len(chosen)} mutants", file=sys.stderr)
             for number, verdict in enumerate(judge(pool, ranks, plan, chosen)):

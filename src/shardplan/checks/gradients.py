@@ -8,7 +8,7 @@ from shardplan.checks.kinds import mixes_tokens
 from shardplan.checks.members import left_whole
 from shardplan.checks.names import general
 from shardplan.checks.target import Target, listed
-from shardplan.diagnostics import Diagnostic, Location
+from shardplan.diagnostics import Diagnostic, Location, Severity
 from shardplan.inventory import ancestors
 from shardplan.lower import split_dim
 from shardplan.plan import Rule
@@ -20,7 +20,7 @@ def check_gradients(target: Target) -> Iterator[Diagnostic]:
     """SP206: a replicated parameter's gradient is summed exactly where each rank sees only a part of the work."""
     between = {group.owner.fqn for group in target.groups if not group.is_block}
     whole = left_whole(target)
-    faults: dict[tuple[Location, str, str], list[str]] = {}
+    faults: dict[tuple[Location, str, str, Severity], list[str]] = {}
     for module in target.resolved.modules:
         for parameter in module.parameters:
             style, rule = parameter.style, parameter.claim
@@ -30,17 +30,21 @@ def check_gradients(target: Target) -> Iterator[Diagnostic]:
                 continue
             fault = _fault(target, module, style, in_parts=not between.isdisjoint((module.fqn, *ancestors(module.fqn))))
             if fault:
-                faults.setdefault((rule.where, *fault), []).append(general(parameter.info.fqn))
-    for (where, reason, hint), names in faults.items():
+                # Inside a block gradients are added up whatever the style says of them.
+                severity = Severity.WARNING if module.inside is not None else Severity.ERROR
+                faults.setdefault((rule.where, *fault, severity), []).append(general(parameter.info.fqn))
+    for (where, reason, hint, severity), names in faults.items():
         names = list(dict.fromkeys(names))
-        plural = "s" if len(names) > 1 else ""
+        plural, verb = ("s", "are") if len(names) > 1 else ("", "is")
+        said = f"{verb} summed all the same" if severity is Severity.WARNING else "would be wrong"
         yield Diagnostic(
             "SP206",
-            f"the gradient{plural} of {listed(names)} would be wrong: {reason}",
+            f"the gradient{plural} of {listed(names)} {said}: {reason}",
             where=where,
             subject=", ".join(names),
             expected="a style that says what the gradient is there",
             hint=hint,
+            severity=severity,
         )
 
 
