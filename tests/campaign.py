@@ -12,6 +12,7 @@ import json
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -193,7 +194,10 @@ written does nothing or states a layout that is not there. *Harmless*: neither. 
 def report(verdicts: list[Verdict], sample: int) -> str:
     share = "All of them" if sample == 1 else f"Every {sample}th of them"
     odd = list(exceptions(verdicts))
-    return "\n".join([INTRODUCTION, f"{share}, {len(verdicts)} in all:\n", table(verdicts), "", *odd, ""])
+    by_mode = Counter((verdict.plan, verdict.mode) for verdict in verdicts)
+    looked_at = ", ".join(f"{number} of {plan} in {mode}" for (plan, mode), number in by_mode.items())
+    lines = [INTRODUCTION, f"{share}, as far as the run came: {looked_at}.\n", table(verdicts), "", *odd]
+    return "\n".join(lines).rstrip() + "\n"
 
 
 def main() -> None:
@@ -207,7 +211,8 @@ def main() -> None:
     pool, verdicts, start = Pool(), [], time.monotonic()
     record = Path(arguments.record).open("w") if arguments.record else None  # noqa: SIM115 - for the whole run
     with LocalRanks(2) as ranks:
-        verdicts += again(ranks, arguments.again) if arguments.again else ()
+        if arguments.again:
+            verdicts += again(ranks, arguments.again)
         for plan in () if arguments.again else arguments.plan or shipped_plans():
             chosen = list(mutants(plan))[:: arguments.sample]
             print(f"{plan}: {len(chosen)} mutants", file=sys.stderr)
