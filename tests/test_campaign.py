@@ -13,7 +13,7 @@ from pool import Pool
 from shardplan.resources import shipped_plans
 from shardplan.verify.ranks import LocalRanks
 
-STRIDE = 150
+STRIDE = 260
 
 
 @pytest.fixture(scope="module")

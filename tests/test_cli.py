@@ -113,6 +113,13 @@ def test_usage_errors_go_to_stderr(args: tuple[str, ...]) -> None:
     assert "Error: " in result.stderr
 
 
+@pytest.mark.parametrize("option", ["--lock", "--diff", "--explain"])
+def test_an_unset_variable_switches_nothing_off(option: str) -> None:
+    result = run(PLAN, option, "")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "it is empty" in result.stderr
+
+
 def test_a_crash_of_our_own_is_not_the_plans_fault(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     def crash(*_: object) -> None:
         raise KeyError("our bug")

@@ -38,6 +38,11 @@ def test_a_right_plan_is_proven_in_both_modes_and_what_was_shrunk_is_said() -> N
     assert "num_key_value_heads 8 -> 4" in result.stdout
 
 
+def test_more_processes_than_the_small_mesh_takes() -> None:
+    result = run("llama", "--model", "broken_models:llama", "--mesh", "dp=2,tp=2", "--processes", "3")
+    assert result.exit_code == 0, result.output
+
+
 def test_a_plan_that_the_checks_refuse_is_not_run(tmp_path: Path) -> None:
     plan = tmp_path / "plan.yaml"
     plan.write_text("format: 1\nextends: llama\nrules:\n  .layers.*.mlp.up_proj: null\n")

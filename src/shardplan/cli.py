@@ -40,6 +40,13 @@ def _own_styles(_context: click.Context, _option: click.Parameter, module: str |
         raise click.BadParameter(f"'{module}' has no STYLES, a dict of names to styles") from None
 
 
+def _not_empty(_context: click.Context, _option: click.Parameter, given: Any) -> Any:
+    """An unset variable in a CI job must not switch off what it was to name."""
+    if given == "" or (isinstance(given, tuple) and "" in given):
+        raise click.BadParameter("it is empty")
+    return given
+
+
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("plans", nargs=-1, metavar="[PLAN]...")
 @click.option(
@@ -59,9 +66,25 @@ def _own_styles(_context: click.Context, _option: click.Parameter, module: str |
 @click.option(
     "--processes", type=click.IntRange(2, 16), default=2, show_default=True, help="How many of them --verify starts."
 )
-@click.option("--explain", multiple=True, metavar="NAME", help="What is said of a module or parameter, and why.")
-@click.option("--diff", metavar="OTHER", help="What changes with another plan, mode=tp or mode=sp, or mesh=AXES.")
-@click.option("--lock", metavar="FILE", help="Write what PLANs come to; with --check, fail where it is not so.")
+@click.option(
+    "--explain",
+    multiple=True,
+    metavar="NAME",
+    callback=_not_empty,
+    help="What is said of a module or parameter, and why.",
+)
+@click.option(
+    "--diff",
+    metavar="OTHER",
+    callback=_not_empty,
+    help="What changes with another plan, mode=tp or mode=sp, or mesh=AXES.",
+)
+@click.option(
+    "--lock",
+    metavar="FILE",
+    callback=_not_empty,
+    help="Write what PLANs come to; with --check, fail where it is not so.",
+)
 @click.option(
     "--schema",
     type=click.Choice(["plan", "report"]),

@@ -130,7 +130,9 @@ def _built(path: Path, build: Callable[[], Any]) -> Any:
         return build()
     except _UNBUILDABLE as error:
         reason = f"{type(error).__name__}: {error}"
-        raise _refused(str(path), f"no model can be built from '{path}': {reason}", hint="correct its sizes") from error
+        raise _refused(
+            str(path), f"no model can be built from '{path}': {reason}", hint="correct its sizes, or the function"
+        ) from error
 
 
 def _from_module(spec: str) -> Callable[[], Any]:
@@ -152,7 +154,7 @@ def _from_module(spec: str) -> Callable[[], Any]:
         hint = "write a function without arguments that returns the model"
         raise _refused(spec, f"'{spec}' cannot be called without arguments: {error}", hint=hint) from error
     build: Callable[[], Any] = target
-    return build
+    return lambda: _built(Path(spec), build)
 
 
 def _unknown(spec: str) -> PlanError:

@@ -35,6 +35,7 @@ NORM = 1e-5  # relative, of the gradient norm
 PARAMETER, PARAMETER_LR = 1e-4, 0.01  # |difference| <= PARAMETER |p| + PARAMETER_LR lr sqrt(numel), after AdamW steps
 LR, CLIP = 1e-3, 0.1
 LENGTHS = (16, 5)  # of the micro-batches: one that tp divides, one that it does not
+LONGER = 64  # of a forward in evaluation mode
 ROWS = 2  # for each dp rank
 
 
@@ -103,6 +104,8 @@ def _steps(proof: Proof, trail: Trail) -> Iterator[Deviation]:
             yield from (replace(deviation, when=trail.step) for deviation in found)
             if any(deviation.what == "logits" for deviation in found):
                 return
+    trail.step = f"an evaluation of {LONGER} tokens"
+    yield from (replace(deviation, when=trail.step) for deviation in pair.evaluation())
     trail.step = "two micro-batches"
     yield from (replace(deviation, when=trail.step) for deviation in pair.accumulation())
     trail.step = "three AdamW steps"
@@ -132,13 +135,9 @@ class _Pair:
         self._zero_grad()
         expected = _step(self.reference, inputs, targets)
         actual = _step(self.sharded, self._own(inputs), self._own_rows(targets))
-        wanted, given = self._own_rows(expected[0]), _whole(actual[0])
-        if wanted.shape != given.shape:
-            yield Deviation("logits", "", f"shape {tuple(given.shape)}, not {tuple(wanted.shape)}", "")
-            return
-        difference, allowed = (wanted - given).abs().max().item(), LOGITS * max(1.0, wanted.abs().max().item())
-        if not difference <= allowed:
-            yield Deviation("logits", "", f"off by {difference:.1e} where {allowed:.1e} is rounding", "")
+        wrong = list(self._logits(self._own_rows(expected[0]), _whole(actual[0])))
+        if wrong:
+            yield from wrong
             own = self._own(inputs)
             at = first_difference(self.reference, self.sharded, inputs, own, self._own_rows, self.told)
             if at is not None:
@@ -148,6 +147,20 @@ class _Pair:
         if not abs(loss - expected[1].item()) <= LOSS * abs(expected[1].item()):
             yield Deviation("loss", "", f"{loss:.8g}, not {expected[1].item():.8g}", "")
         yield from self._gradients()
+
+    def evaluation(self) -> Iterator[Deviation]:
+        """Logits alone, in evaluation mode: models branch on it, and on lengths."""
+        # torch 2.13: a forward without gradients leaves the root's parameters gathered, and zero_grad() behind it would
+        # then miss the gradients of their shards.
+        self._zero_grad()
+        inputs, _ = self._batch(LONGER, masked=False, number=99)
+        own = self._own(inputs)
+        with torch.no_grad():
+            expected = self.reference.eval()(**inputs, use_cache=False).logits
+            actual = _whole(self.sharded.eval()(**own, use_cache=False).logits)
+        self.reference.train()
+        self.sharded.train()
+        yield from self._logits(self._own_rows(expected), actual)
 
     def accumulation(self) -> Iterator[Deviation]:
         for synchronises in (True, False) if isinstance(self.sharded, FSDPModule) else (True,):
@@ -174,6 +187,14 @@ class _Pair:
             difference = (_whole(trained[name].detach()) - wanted.detach()).norm().item()
             if not difference <= PARAMETER * wanted.norm().item() + PARAMETER_LR * LR * sqrt(wanted.numel()):
                 yield Deviation("parameter", name, f"off by {difference:.1e}", "")
+
+    def _logits(self, wanted: Tensor, given: Tensor) -> Iterator[Deviation]:
+        if wanted.shape != given.shape:
+            yield Deviation("logits", "", f"shape {tuple(given.shape)}, not {tuple(wanted.shape)}", "")
+            return
+        difference, allowed = (wanted - given).abs().max().item(), LOGITS * max(1.0, wanted.abs().max().item())
+        if not difference <= allowed:
+            yield Deviation("logits", "", f"off by {difference:.1e} where {allowed:.1e} is rounding", "")
 
     def _gradients(self) -> Iterator[Deviation]:
         """From the loss backwards: the first that is wrong stands nearest to what makes the others wrong."""

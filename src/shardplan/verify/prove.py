@@ -67,7 +67,7 @@ def prove(target: Target, subject: Subject, ranks: LocalRanks) -> tuple[Diagnost
     Args:
         target: the plan and its mode, resolved for the model at its real size, of which findings speak.
         subject: the small model.
-        ranks: as many processes as the subject's mesh has ranks.
+        ranks: at least as many processes as the subject's mesh has ranks.
 
     Raises:
         PlanError: SP903, the model or a style cannot be handed to another process.
@@ -77,7 +77,7 @@ def prove(target: Target, subject: Subject, ranks: LocalRanks) -> tuple[Diagnost
     )
     _require_sendable(target, proof)
     try:
-        found = ranks.run(compare, proof)
+        found = ranks.run(compare, proof, size=subject.mesh.size)
     except RanksFailedError as failed:
         found = [[Deviation("crash", "", str(failed), "the run")]]
     deviations = tuple(dict.fromkeys(deviation for rank in found for deviation in rank))

@@ -38,10 +38,13 @@ class LocalRanks:
         self._numbers = count()
         self._start()
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], *args: Any, size: int | None = None, timeout: float = 120.0
+    ) -> list[Any]:
         """Call ``function(*args)`` on every rank of a fresh gloo world; the results in rank order.
 
         Args:
+            size: of the world; None takes all processes.
             function: a module-level function of an importable module.
             args: picklable, as is what the function returns.
             timeout: seconds until ranks that have not finished count as hanging.
@@ -51,19 +54,20 @@ class LocalRanks:
         """
         store = str(Path(self._folder.name) / f"store-{next(self._numbers)}")
         job = pickle.dumps((function, args))
-        for rank, connection in enumerate(self._connections):
-            connection.send((job, rank, self.size, store))
-        results, problems = self._collect(timeout)
+        ranks = self._connections[:size]
+        for rank, connection in enumerate(ranks):
+            connection.send((job, rank, len(ranks), store))
+        results, problems = self._collect(ranks, timeout)
         if problems:
             self._stop()
             self._start()
             raise RanksFailedError("; ".join(problems))
-        return [results[rank] for rank in range(self.size)]
+        return [results[rank] for rank in range(len(ranks))]
 
-    def _collect(self, timeout: float) -> tuple[dict[int, Any], list[str]]:
+    def _collect(self, ranks: list[Connection], timeout: float) -> tuple[dict[int, Any], list[str]]:
         results: dict[int, Any] = {}
         problems: list[str] = []
-        pending = {connection: rank for rank, connection in enumerate(self._connections)}
+        pending = {connection: rank for rank, connection in enumerate(ranks)}
         deadline = time.monotonic() + timeout
         while pending and (ready := wait(pending, max(0.0, deadline - time.monotonic()))):
             for connection in ready:
