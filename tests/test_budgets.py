@@ -39,6 +39,7 @@ def measured(*args: str, before: str = "") -> dict[str, Any]:
     return spent
 
 
+@pytest.mark.processes  # a process of its own, and seconds of it
 def test_checking_the_largest_model_on_the_largest_mesh() -> None:
     """405 B parameters on 8192 ranks, both modes."""
     imports = "import torch, transformers; from transformers import LlamaForCausalLM"
@@ -48,6 +49,7 @@ def test_checking_the_largest_model_on_the_largest_mesh() -> None:
     assert spent["peak"] < 1.5, spent
 
 
+@pytest.mark.processes  # a process of its own, and seconds of it
 def test_printing_the_largest_model() -> None:
     """With the check at each of the seven tp degrees that 8192 ranks allow up to 64."""
     imports = "import torch, transformers; from transformers import LlamaForCausalLM"

@@ -303,6 +303,7 @@ def test_c52_an_unquoted_special_character(tmp_path: Path) -> None:
         assert "Traceback" not in result.output
 
 
+@pytest.mark.processes  # a process of its own, and seconds of it
 def test_stdout_carries_only_the_report() -> None:
     """A whole process: nothing of torch or transformers gets in between."""
     code = "from shardplan.cli import main; main()"
@@ -342,6 +343,7 @@ def with_source() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT / "src")}
 
 
+@pytest.mark.processes  # a process of its own, and seconds of it
 def test_own_styles_and_models_are_found_in_the_working_directory(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OWN)
     plan(tmp_path, "format: 1\nextends: llama\nrules: {'.layers.*.mlp.{gate,up}_proj': cut}\n")

@@ -332,6 +332,7 @@ def test_where_the_checks_find_errors_nothing_runs(monkeypatch: pytest.MonkeyPat
 IMPORTS = "import torch, transformers; from transformers import LlamaForCausalLM"
 
 
+@pytest.mark.processes  # a process of its own, and seconds of it
 def test_a_real_size_model_in_seconds() -> None:
     spent = measured("--dry-run", "llama", "--model", "llama-3.1-8b", "--mesh", "dp=1024,tp=8", before=IMPORTS)
     assert spent["code"] == 0
