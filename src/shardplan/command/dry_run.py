@@ -9,8 +9,9 @@ from typing import Any
 
 import click
 
+from shardplan.command.check import passing
 from shardplan.command.request import Request, Situation
-from shardplan.diagnostics import PlanError, errors
+from shardplan.diagnostics import PlanError
 from shardplan.findings import Findings
 
 
@@ -19,23 +20,11 @@ def dry_run_one(name: str, request: Request, findings: Findings, *, printing: bo
 
     The findings are complete once the iterator is exhausted.
     """
-    from shardplan.check import check
-
-    try:
-        plan = request.plan(name)
-        if request.missing(plan):
-            findings.add(request.file_only(plan))
-            return
-        for situation in request.situations(plan):
-            if isinstance(situation, PlanError):
-                findings.add(situation.diagnostics)
-                continue
-            found = check(situation.target)
-            findings.add(found, str(situation))
-            if not errors(found):
-                yield from _run(name, situation, findings, printing=printing)
-    except PlanError as refused:
-        findings.add(refused.diagnostics)
+    for situation in passing(name, request, findings):
+        try:
+            yield from _run(name, situation, findings, printing=printing)
+        except PlanError as refused:
+            findings.add(refused.diagnostics)
 
 
 def _run(plan: str, situation: Situation, findings: Findings, *, printing: bool) -> Iterator[dict[str, Any]]:

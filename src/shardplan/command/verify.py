@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from shardplan.command.check import passing
 from shardplan.command.request import Request, Situation, model_of
-from shardplan.diagnostics import PlanError, errors
+from shardplan.diagnostics import PlanError
 from shardplan.findings import Findings
 from shardplan.verify.ranks import LocalRanks
 
@@ -36,23 +37,11 @@ class Verifier:
         self, name: str, request: Request, findings: Findings, *, printing: bool
     ) -> Iterator[dict[str, Any]]:
         """Check one plan in every situation, prove it where the checks pass, and say what was run."""
-        from shardplan.check import check
-
-        try:
-            plan = request.plan(name)
-            if request.missing(plan):
-                findings.add(request.file_only(plan))
-                return
-            for situation in request.situations(plan):
-                if isinstance(situation, PlanError):
-                    findings.add(situation.diagnostics)
-                    continue
-                found = check(situation.target)
-                findings.add(found, str(situation))
-                if not errors(found):
-                    yield from self._prove(name, situation, findings, printing=printing)
-        except PlanError as refused:
-            findings.add(refused.diagnostics)
+        for situation in passing(name, request, findings):
+            try:
+                yield from self._prove(name, situation, findings, printing=printing)
+            except PlanError as refused:
+                findings.add(refused.diagnostics, str(situation))
 
     def _prove(
         self, plan: str, situation: Situation, findings: Findings, *, printing: bool
@@ -60,11 +49,7 @@ class Verifier:
         from shardplan.verify.prove import make_subject, prove
 
         target = situation.target
-        try:
-            subject = make_subject(model_of(situation.model), target.mesh, self._processes, _builder(situation.model))
-        except PlanError as refused:
-            findings.add(refused.diagnostics, str(situation))
-            return
+        subject = make_subject(model_of(situation.model), target.mesh, self._processes, _builder(situation.model))
         key = (plan, situation.model, tuple(map(str, subject.changes)), subject.mesh, target.sequence_parallel)
         if key in self._proven:  # another mesh came to the same small model
             return
