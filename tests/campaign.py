@@ -1,8 +1,9 @@
 """The checker put to the test: how many mutants of the shipped plans each rung of the ladder catches.
 
 ``python tests/campaign.py`` (``make campaign``) derives every single mutation of every shipped plan, lets the oracle
-decide in both modes what each really does, and asks ``--check`` and ``--verify`` for their opinion. It takes hours;
-``--sample N`` looks at every N-th mutant only. ``--write`` writes docs/campaign.md.
+decide in both modes what each really does, and asks ``--check``, and of what that lets pass ``--dry-run`` and
+``--verify``. It takes hours; ``--sample N`` looks at every N-th mutant only, from number ``--first`` on. ``--write``
+writes docs/campaign.md.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ from shardplan.check import check
 from shardplan.checks.target import Target
 from shardplan.command.request import inventory_of, model_of
 from shardplan.diagnostics import Diagnostic, PlanError, Severity, errors
+from shardplan.dry_run.run import dry_run
 from shardplan.merge import read_plan
 from shardplan.mesh import parse_mesh
+from shardplan.references import build_meta_model
 from shardplan.resolve import resolve
 from shardplan.resources import shipped_plans
 from shardplan.verify.prove import make_subject, prove
@@ -52,7 +55,12 @@ class Verdict:
     refused: bool
     named: bool
     codes: tuple[str, ...]
-    verified: bool | None  # None where a refusal of the check left nothing to verify
+    raised: bool | None  # by the dry run; None where a refusal of the check left nothing to run
+    verified: bool | None  # whether --verify refused it; None as above
+
+    @property
+    def passed(self) -> bool:
+        return not (self.refused or self.raised or self.verified)
 
 
 def judge(pool: Pool, ranks: LocalRanks, plan: str, chosen: list[Mutant]) -> Iterator[Verdict]:
@@ -99,22 +107,27 @@ def again(ranks: LocalRanks, record: Path) -> Iterator[Verdict]:
     for line in record.read_text().splitlines():
         old = json.loads(line)
         mutant = known[old["plan"], old["text"]]
-        yield _asked(ranks, mutant, old["mode"], old["truth"], old["reason"], verified=old["verified"])
+        proof = (old["raised"], old["verified"]) if old["verified"] is not None else None
+        yield _asked(ranks, mutant, old["mode"], old["truth"], old["reason"], proof)
 
 
 def _asked(
-    ranks: LocalRanks, mutant: Mutant, mode: str, truth: str, reason: str, verified: bool | None = None
+    ranks: LocalRanks, mutant: Mutant, mode: str, truth: str, reason: str, known: tuple[bool, bool] | None = None
 ) -> Verdict:
-    """Ask the checks, and where they let a mutant pass the proof, unless its outcome is known."""
+    """Ask the checks, and where they let a mutant pass the dry run and the proof, unless that is known."""
     findings, target = _checked(mutant, MODES[mode])
     refused = bool(errors(findings))
-    if not refused and verified is None and target is not None:
-        subject = make_subject(model_of(REAL[mutant.plan]), REAL_MESH, ranks.size)
-        verified = bool(prove(target, subject, ranks))
-    verified = None if refused else verified
+    raised, verified = (None, None) if refused or target is None else known or _run(ranks, mutant, target)
     named = any(finding.severity is not Severity.NOTE for finding in findings)
     codes = tuple(dict.fromkeys(finding.code for finding in findings))
-    return Verdict(mutant.plan, mutant.kind, mutant.text, mode, truth, reason, refused, named, codes, verified)
+    return Verdict(mutant.plan, mutant.kind, mutant.text, mode, truth, reason, refused, named, codes, raised, verified)
+
+
+def _run(ranks: LocalRanks, mutant: Mutant, target: Target) -> tuple[bool, bool]:
+    """Whether the dry run and the proof refuse what the checks let pass."""
+    dry = dry_run(target, build_meta_model(REAL[mutant.plan]))
+    subject = make_subject(model_of(REAL[mutant.plan]), REAL_MESH, ranks.size)
+    return bool(dry.findings), bool(prove(target, subject, ranks))
 
 
 def _checked(mutant: Mutant, sequence_parallel: bool) -> tuple[tuple[Diagnostic, ...], Target | None]:
@@ -138,13 +151,14 @@ HEADINGS = (
     "mutants",
     "refused by `--check`",
     "named by `--check`",
+    "refused by `--dry-run`",
     "refused by `--verify`",
     "passed",
 )
 
 
 def table(verdicts: Iterable[Verdict]) -> str:
-    """How many of each kind each rung catches, by plan and over all. ``--verify`` sees what ``--check`` let pass."""
+    """How many of each kind each rung catches, by plan and over all. The others see what ``--check`` let pass."""
     listed = list(verdicts)
     lines = [_line(HEADINGS), _line(["---"] * len(HEADINGS))]
     for plan in (*dict.fromkeys(v.plan for v in listed), "all"):
@@ -153,8 +167,9 @@ def table(verdicts: Iterable[Verdict]) -> str:
             counts = (
                 sum(v.refused for v in own),
                 sum(bool(v.codes) for v in own),
+                sum(bool(v.raised) for v in own),
                 sum(bool(v.verified) for v in own),
-                sum(not v.refused and not v.verified for v in own),
+                sum(v.passed for v in own),
             )
             shares = [f"{number} ({100 * number / len(own):.1f} %)" if own else "0" for number in counts]
             lines.append(_line([plan, truth, str(len(own)), *shares]))
@@ -170,12 +185,12 @@ def exceptions(verdicts: Iterable[Verdict]) -> Iterator[str]:
     for v in verdicts:
         found = f"{v.plan}, {v.mode}: `{v.text}`"
         if v.truth == "wrong" and not v.refused:
-            proof = "refused" if v.verified else "PASSED"
-            yield f"- wrong, not refused by `--check`, {proof} by `--verify`: {found}: {v.reason}"
+            proof = "PASSED" if v.passed else "refused"
+            yield f"- wrong, not refused by `--check`, {proof} by a run: {found}: {v.reason}"
         elif v.truth == "wasteful" and not v.codes:
             yield f"- wasteful, not named: {found}: {v.reason}"
-        elif v.truth == "harmless" and (v.refused or v.verified):
-            yield f"- harmless, refused: {found}: {', '.join(v.codes)}{' and --verify' if v.verified else ''}"
+        elif v.truth == "harmless" and not v.passed:
+            yield f"- harmless, refused: {found}: {', '.join(v.codes) or 'by a run'}"
 
 
 INTRODUCTION = """# The checker, checked
@@ -191,8 +206,8 @@ written does nothing or states a layout that is not there. *Harmless*: neither. 
 """
 
 
-def report(verdicts: list[Verdict], sample: int) -> str:
-    share = "All of them" if sample == 1 else f"Every {sample}th of them"
+def report(verdicts: list[Verdict], sample: int, first: int) -> str:
+    share = "All of them" if sample == 1 else f"Every {sample}th of them, from number {first} on"
     odd = list(exceptions(verdicts))
     by_mode = Counter((verdict.plan, verdict.mode) for verdict in verdicts)
     looked_at = ", ".join(f"{number} of {plan} in {mode}" for (plan, mode), number in by_mode.items())
@@ -203,6 +218,7 @@ def report(verdicts: list[Verdict], sample: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--sample", type=int, default=1, help="look at every N-th mutant")
+    parser.add_argument("--first", type=int, default=0, help="the first mutant to look at")
     parser.add_argument("--plan", action="append")
     parser.add_argument("--again", type=Path, help="a record, of which only the checks are asked anew")
     parser.add_argument("--record", help="a file for the verdicts, one JSON object a line")
@@ -214,7 +230,7 @@ def main() -> None:
         if arguments.again:
             verdicts += again(ranks, arguments.again)
         for plan in () if arguments.again else arguments.plan or shipped_plans():
-            chosen = list(mutants(plan))[:: arguments.sample]
+            chosen = list(mutants(plan))[arguments.first :: arguments.sample]
             print(f"{plan}: {len(chosen)} mutants", file=sys.stderr)
             for number, verdict in enumerate(judge(pool, ranks, plan, chosen)):
                 verdicts.append(verdict)
@@ -223,7 +239,7 @@ def main() -> None:
                 if number % 100 == 0:
                     print(f"  {number}: {time.monotonic() - start:.0f} s", file=sys.stderr)
     pool.close()
-    text = report(verdicts, arguments.sample)
+    text = report(verdicts, arguments.sample, arguments.first)
     print(text)
     if arguments.write:
         DOCUMENT.write_text(text)

@@ -31,9 +31,9 @@ def test_wrong_mutants_are_caught_and_harmless_ones_pass(pool: Pool, ranks: Loca
 
 
 def missed(verdict: Verdict) -> bool:
-    """What may not happen even once: a wrong plan that passes, or a harmless one whose numbers are refused."""
-    passed = not verdict.refused and not verdict.verified
-    return (verdict.truth == "wrong" and passed) or (verdict.truth == "harmless" and bool(verdict.verified))
+    """What may not happen even once: a wrong plan that passes, or a harmless one that a run refuses."""
+    by_a_run = bool(verdict.raised or verdict.verified)
+    return (verdict.truth == "wrong" and verdict.passed) or (verdict.truth == "harmless" and by_a_run)
 
 
 def test_every_kind_of_mutation_is_there() -> None:
