@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections import Counter
 
 import pytest
 from torch import nn
@@ -14,11 +15,18 @@ PARAMETERS = {
     "gemma-3-1b": (999_885_952, "1.00"),
     "gemma-3-4b": (4_300_079_472, "4.3"),
     "gemma-3-27b": (27_432_406_640, "27.4"),
+    "gpt2": (124_439_808, "0.1244"),
+    "gpt2-xl": (1_557_611_200, "1.558"),
     "llama-3.1-8b": (8_030_261_248, "8.03"),
     "llama-3.1-70b": (70_553_706_496, "70.6"),
     "llama-3.1-405b": (405_853_388_800, "406"),
     "llama-3.2-1b": (1_235_814_400, "1.24"),
     "mistral-7b": (7_241_732_096, "7.24"),
+    "nemotron-h-8b": (8_100_852_736, "8.1"),
+    "nemotron-nano-9b-v2": (8_888_227_328, "8.89"),
+    "nemotron-3-nano-30b-a3b": (31_577_937_344, "31.6"),
+    "phi-3-mini": (3_821_079_552, "3.82"),
+    "phi-4": (14_659_507_200, "14.66"),
     "qwen2.5-0.5b": (494_032_768, "0.49"),
     "qwen2.5-7b": (7_615_616_512, "7.6"),
     "qwen2.5-72b": (72_706_203_648, "72.7"),
@@ -59,6 +67,18 @@ def test_the_model_is_the_class_that_the_config_names_and_the_file_names_its_sou
 def test_tied_models_share_one_parameter() -> None:
     model = build_meta_model("llama-3.2-1b")
     assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks"),
+    [
+        ("nemotron-h-8b", {"linear_attention": 24, "mlp": 24, "full_attention": 4}),
+        ("nemotron-nano-9b-v2", {"linear_attention": 27, "mlp": 25, "full_attention": 4}),
+        ("nemotron-3-nano-30b-a3b", {"linear_attention": 23, "moe": 23, "full_attention": 6}),
+    ],
+)
+def test_hybrid_models_have_the_published_number_of_each_kind_of_block(name: str, blocks: dict[str, int]) -> None:
+    assert Counter(load_config(name).layers_block_type) == blocks
 
 
 def test_the_largest_model_builds_in_time() -> None:
