@@ -96,7 +96,13 @@ GPT2: dict[str, Any] = {
     "eos_token_id": None,
 }
 SIZES_OF = {NemotronHConfig: NEMOTRON_H, GPT2Config: GPT2}  # in place of SIZES
-PHI3 = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 8, "pad_token_id": None}
+PHI3 = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "sliding_window": 8,
+    "pad_token_id": None,
+    "eos_token_id": None,
+}
 
 # name -> model class, config class, what its config says beyond SIZES
 MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
