@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shardplan.diagnostics import Diagnostic, PlanError
+from shardplan.diagnostics import Diagnostic, Location, PlanError
 from shardplan.load import load_plan
 from shardplan.merge import merge, resolve_layers
 from shardplan.plan import MixedPrecision, Plan, Reference
@@ -66,7 +66,7 @@ def test_a_silent_layer_changes_nothing(tmp_path: Path) -> None:
     low = plan(tmp_path, "low", LOW)
     merged = merge([low, plan(tmp_path, "high")])
     for field in fields(Plan):
-        if field.name not in ("name", "where"):
+        if field.name not in ("name", "where", "rank"):
             assert getattr(merged, field.name) == getattr(low, field.name), field.name
 
 
@@ -86,6 +86,14 @@ def test_merging_what_is_merged_keeps_its_order(tmp_path: Path) -> None:
     assert merge([merge([low, middle]), high]) == merge([low, middle, high])
     assert merge([low, merge([middle, high])]) == merge([low, middle, high])
     assert [rule.layer.rank for rule in merge([low, middle, high]).rules] == [0, 1, 2]
+    assert merge([low, middle, high]).rank == 2
+
+
+def test_a_silent_layer_has_a_rank_of_its_own(tmp_path: Path) -> None:
+    low, silent, high = plan(tmp_path, "low", LOW), plan(tmp_path, "silent"), plan(tmp_path, "high", HIGH)
+    assert (merge([low, silent]).rank, merge([low]).rank) == (1, 0)
+    assert merge([merge([low, silent]), high]) == merge([low, silent, high])
+    assert [rule.layer.rank for rule in merge([merge([low, silent]), high]).rules] == [0, 0, 2]
 
 
 def test_recompute_stays_unsaid_when_no_layer_says_it(tmp_path: Path) -> None:
@@ -109,6 +117,7 @@ def test_extends_is_followed_from_the_folder_of_each_file(tmp_path: Path) -> Non
     assert layers[2].extends == middle.extends
     merged = merge(layers)
     assert merged.extends is None
+    assert merged.extends_where == Location(str(tmp_path / "top.yaml"), 2, 1)
     assert {rule.layer.kind for rule in merged.rules} == {"shipped"}
 
 

@@ -86,6 +86,7 @@ def merge(layers: Sequence[Plan]) -> Plan:
     recompute = [plan.recompute for plan in ranked if plan.recompute is not None]
     return replace(
         top,
+        rank=top.rank,
         architectures=_highest(plan.architectures or None for plan in ranked) or (),
         roots=_highest(plan.roots or None for plan in ranked) or (),
         rules=tuple(chain.from_iterable(plan.rules for plan in ranked)),
@@ -101,7 +102,7 @@ def merge(layers: Sequence[Plan]) -> Plan:
             _highest(plan.reference.meshes or None for plan in ranked) or (),
         ),
         extends=None,
-        extends_where=None,
+        extends_where=_highest(plan.extends_where for plan in ranked),
         fallback=_highest(plan.fallback for plan in ranked),
         omits_silently=all(plan.omits_silently for plan in ranked),
     )
@@ -136,10 +137,11 @@ def _ranked(layers: Sequence[Plan]) -> Iterator[Plan]:
     lowest = 0
     for plan in layers:
         parts: tuple[Rule | Unit | Recompute, ...] = (*plan.rules, *plan.units, *(plan.recompute or ()))
-        own = sorted({part.layer.rank for part in parts}) or [0]
+        own = sorted({part.layer.rank for part in parts} | {plan.rank})
         ranks = {rank: lowest + offset for offset, rank in enumerate(own)}
         yield replace(
             plan,
+            rank=ranks[plan.rank],
             rules=_with_ranks(plan.rules, ranks),
             units=_with_ranks(plan.units, ranks),
             recompute=None if plan.recompute is None else _with_ranks(plan.recompute, ranks),

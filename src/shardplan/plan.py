@@ -105,7 +105,9 @@ class Plan:
         roots: candidates that a leading dot stands for; the first that exists in the model counts.
         rules, units, recompute: in the order written, lower layers first.
         root_reshard: whether the outermost FSDP2 unit frees its parameters after the forward.
-        extends: the layer below, still unresolved (a shipped name or a path), or None; written at ``extends_where``.
+        extends: the layer below, still unresolved (a shipped name or a path), or None.
+        extends_where: where that is written; of a merged plan, where its highest layer that has one names the others.
+        rank: that of the plan's own layer, the highest; what layers below it say is inherited.
         omits_silently: written as a Python dict, whose convention is that what it does not name is replicated.
         fallback: ``hf`` lets the model's own tp_plan fill modules on which no rule spoke; ``none`` does not.
     """
@@ -127,6 +129,7 @@ class Plan:
     extends_where: Location | None = None
     fallback: Literal["hf", "none"] | None = None
     omits_silently: bool = False
+    rank: int = 0
 
     @property
     def speaks_of_stream(self) -> bool:

@@ -54,12 +54,12 @@ class ResidualStream:
         return self.layers is not None and fqn.startswith(f"{self.layers}.")
 
     def _first_layer(self) -> str | None:
-        """The member of a list of modules that holds the first block."""
+        """The member of a list of modules that holds the first block, or is it."""
         by_fqn = self._resolved.inventory.by_fqn
         block = next((m.fqn for m in self._resolved.modules if m.style is not None and m.style.opens_block), None)
         if block is None:
             return None
-        return next((fqn for fqn in ancestors(block) if fqn and by_fqn[next(ancestors(fqn))].container), None)
+        return next((fqn for fqn in (block, *ancestors(block)) if fqn and by_fqn[next(ancestors(fqn))].container), None)
 
 
 def input_conversion(module: ResolvedModule) -> Conversion | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from shardplan.checks.groups import Group
 from shardplan.checks.kinds import mixes_tokens
 from shardplan.checks.members import left_whole
 from shardplan.checks.names import general
@@ -18,9 +19,9 @@ from shardplan.styles import Gradient, Kind, Split, Style
 
 def check_gradients(target: Target) -> Iterator[Diagnostic]:
     """SP206: a replicated parameter's gradient is summed exactly where each rank sees only a part of the work."""
-    between = {group.owner.fqn for group in target.groups if not group.is_block}
+    between = {group.owner.fqn: group for group in target.groups if not group.is_block}
     whole = left_whole(target)
-    faults: dict[tuple[Location, str, str, Severity], list[str]] = {}
+    faults: dict[tuple[Location, str, str, str, Severity], list[str]] = {}
     for module in target.resolved.modules:
         for parameter in module.parameters:
             style, rule = parameter.style, parameter.claim
@@ -28,24 +29,37 @@ def check_gradients(target: Target) -> Iterator[Diagnostic]:
                 continue
             if module.fqn in whole or target.explained(parameter.info.fqn):
                 continue
-            fault = _fault(target, module, style, in_parts=not between.isdisjoint((module.fqn, *ancestors(module.fqn))))
+            groups = [between[fqn] for fqn in (module.fqn, *ancestors(module.fqn)) if fqn in between]
+            fault = _fault(target, module, style, in_parts=bool(groups))
             if fault:
+                rules = (rule, *_around(target, module, groups))
                 # Inside a block gradients are added up whatever the style says of them.
                 severity = Severity.WARNING if module.inside is not None else Severity.ERROR
-                faults.setdefault((rule.where, *fault, severity), []).append(general(parameter.info.fqn))
-    for (where, reason, hint, severity), names in faults.items():
+                key = (target.where(*rules), target.see(*rules), *fault, severity)
+                faults.setdefault(key, []).append(general(parameter.info.fqn))
+    for (where, see, reason, hint, severity), names in faults.items():
         names = list(dict.fromkeys(names))
         plural, verb = ("s", "are") if len(names) > 1 else ("", "is")
         said = f"{verb} summed all the same" if severity is Severity.WARNING else "would be wrong"
         yield Diagnostic(
             "SP206",
-            f"the gradient{plural} of {listed(names)} {said}: {reason}",
+            f"the gradient{plural} of {listed(names)} {said}: {reason}{see}",
             where=where,
             subject=", ".join(names),
             expected="a style that says what the gradient is there",
             hint=hint,
             severity=severity,
         )
+
+
+def _around(target: Target, module: ResolvedModule, groups: list[Group]) -> Iterator[Rule | None]:
+    """The rules that make a module's place what it is: of its block, or of the cut linears that it stands between."""
+    yield module.rule
+    if module.inside is not None:
+        yield target.resolved.by_fqn[module.inside].rule
+    for group in groups:
+        yield group.owner.rule
+        yield from (member.rule for member in group.members)
 
 
 def _fault(target: Target, module: ResolvedModule, style: Style, *, in_parts: bool) -> tuple[str, str] | None:
@@ -104,11 +118,12 @@ def check_ties(target: Target) -> Iterator[Diagnostic]:
             continue
         if any(target.explained(parameter.fqn) for parameter in group):
             continue
+        rules = [rule for _, rule in placements.values()]
         spoken = [f"{fqn} {place}{'' if rule else ' (no rule)'}" for fqn, (place, rule) in placements.items()]
         yield Diagnostic(
             "SP205",
-            f"tied parameters are placed differently: {listed(spoken)}",
-            where=next(rule.where for _, rule in placements.values() if rule),
+            f"tied parameters are placed differently: {listed(spoken)}{target.see(*rules)}",
+            where=target.where(*rules),
             subject=group[0].fqn,
             expected="one placement under all names, since it is one parameter",
             hint=_hint(target, list(placements)),

@@ -100,7 +100,7 @@ def check_whole(target: Target) -> Iterator[Diagnostic]:
         return
     cut = {general(module.fqn) for module in target.resolved.modules if _splits(module)}
     ends = {target.resolved.inventory.embedding, target.resolved.inventory.head}
-    whole: dict[str, tuple[Rule, int]] = {}
+    whole: dict[str, tuple[Rule, Rule | None, int]] = {}
     for module in target.resolved.modules:
         claimed = [p for p in module.parameters if p.claim is not None and p.style is not None]
         could = module.info.kind is not Kind.OTHER and (module.fqn in ends or general(module.fqn) in cut)
@@ -109,14 +109,14 @@ def check_whole(target: Target) -> Iterator[Diagnostic]:
         rule = claimed[0].claim
         assert rule is not None
         nbytes = sum(p.info.nbytes for p in module.parameters)
-        before = whole.get(general(module.fqn), (rule, 0))
-        whole[general(module.fqn)] = (before[0], before[1] + nbytes)
-    for name, (rule, nbytes) in whole.items():
+        claim, of_module, before = whole.get(general(module.fqn), (rule, module.rule, 0))
+        whole[general(module.fqn)] = (claim, of_module, before + nbytes)
+    for name, (rule, of_module, nbytes) in whole.items():
         yield Diagnostic(
             "SP211",
             f"{name} stays whole by {rule.pattern}: {size(nbytes)} on every tp rank, where a cut would leave "
-            f"{size(-(-nbytes // target.mesh.tp))}",
-            where=rule.where,
+            f"{size(-(-nbytes // target.mesh.tp))}{target.see(rule, of_module)}",
+            where=target.where(rule, of_module),
             subject=name,
             expected="",
             hint="leave it so if that is meant; otherwise cut it as its like are cut",
@@ -141,7 +141,7 @@ def _gathered_head(target: Target) -> Iterator[Diagnostic]:
         yield Diagnostic(
             "SP212",
             f"the plan says `logits: sharded`, but {head.fqn} gathers them: output {given}",
-            where=head.rule.where,
+            where=target.resolved.plan.where if target.inherited(head.rule) else head.rule.where,
             subject=head.fqn,
             expected="output: shard(-1)",
             hint="a vocabulary-parallel loss on gathered logits is off by ln(tp): remove one of the two",

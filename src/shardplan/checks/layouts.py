@@ -6,11 +6,13 @@ from collections.abc import Iterator
 
 from shardplan.checks.groups import FEATURES, Group, Member
 from shardplan.checks.names import general, last
+from shardplan.checks.stream import begins_or_ends_wrongly
 from shardplan.checks.target import Target, listed
 from shardplan.diagnostics import Diagnostic, Severity
 from shardplan.edges import Edge, UnsupportedConversionError, lower_edge
 from shardplan.inventory import ancestors
 from shardplan.layouts import REPLICATE, STREAM, Conversion, Layout
+from shardplan.plan import Rule
 from shardplan.residual import input_conversion, output_conversion
 from shardplan.resolve import ResolvedModule
 from shardplan.styles import Gradient, Kind, Split
@@ -18,12 +20,17 @@ from shardplan.styles import Gradient, Kind, Split
 
 def check_conversions(target: Target) -> Iterator[Diagnostic]:
     """SP204: a conversion has a collective, and one end of it is the layout that the module's style computes on."""
+    reported = begins_or_ends_wrongly(target) | {
+        member.fqn for _, _, members in _repeated(target) for member in members
+    }
     for module in target.resolved.modules:
         for side, conversion in _edges(module):
             try:
                 _lowered(module, conversion)
             except UnsupportedConversionError as unsupported:
                 yield fault(target, module, f"{side} of {general(module.fqn)}: {unsupported}")
+                continue
+            if module.fqn in reported:
                 continue
             inner, own = _inner_end(module, side, conversion)
             if own is None and not _opens_block(module) and inner.kind not in ("replicate", "stream"):
@@ -53,13 +60,24 @@ def _corrected(side: str, conversion: Conversion, own: Layout) -> str:
 
 def check_groups(target: Target) -> Iterator[Diagnostic]:
     """SP204: inside a block nothing is converted twice, and its members give what its output edge starts from."""
+    for group, side, members in _repeated(target):
+        names = listed(dict.fromkeys(last(member.fqn) for member in members))
+        message = f"the rule for {names} converts the {side} inside {group.name}, which does so at its edge"
+        expected, hint = "conversions at the edges of the block alone", f"remove `{side}`"
+        yield fault(target, members[0], message, expected, hint, also=(group.owner.rule,))
     for group in target.groups:
         if group.is_block:
-            yield from _inside(target, group)
             yield from _end(target, group)
 
 
-def _inside(target: Target, group: Group) -> Iterator[Diagnostic]:
+def _repeated(target: Target) -> Iterator[tuple[Group, str, list[ResolvedModule]]]:
+    """The sides on which modules inside a block convert, with the modules of one rule together."""
+    for group in target.groups:
+        if group.is_block:
+            yield from ((group, side, members) for (side, _), members in _inside(target, group).items())
+
+
+def _inside(target: Target, group: Group) -> dict[tuple[str, int], list[ResolvedModule]]:
     ends = output_conversion(group.owner)
     repeated: dict[tuple[str, int], list[ResolvedModule]] = {}
     for member in target.resolved.children(group.owner.fqn):
@@ -69,10 +87,7 @@ def _inside(target: Target, group: Group) -> Iterator[Diagnostic]:
             repeated.setdefault(("input", id(member.rule)), []).append(member)
         if given and _converts(target, member, given) and not (ends and given.target == ends.source == REPLICATE):
             repeated.setdefault(("output", id(member.rule)), []).append(member)
-    for (side, _), members in repeated.items():
-        names = listed(dict.fromkeys(last(member.fqn) for member in members))
-        message = f"the rule for {names} converts the {side} inside {group.name}, which does so at its edge"
-        yield fault(target, members[0], message, "conversions at the edges of the block alone", f"remove `{side}`")
+    return repeated
 
 
 def _end(target: Target, group: Group) -> Iterator[Diagnostic]:
@@ -80,7 +95,8 @@ def _end(target: Target, group: Group) -> Iterator[Diagnostic]:
     for consumer in group.of_role("consumer"):
         if given and consumer.gives != given.source and not _stated(consumer):
             message = f"{group.name} ends in {consumer.name}, which gives {consumer.gives}, but its output says {given}"
-            yield fault(target, group.owner, message, f"output: {Conversion(consumer.gives, given.target)}")
+            expected = f"output: {Conversion(consumer.gives, given.target)}"
+            yield fault(target, group.owner, message, expected, also=(consumer.rule,))
 
 
 def _stated(member: Member) -> bool:
@@ -89,10 +105,16 @@ def _stated(member: Member) -> bool:
 
 
 def check_places(target: Target) -> Iterator[Diagnostic]:
-    """SP204: outside blocks every module takes the layout that is there, and gives the one that the next one takes."""
+    """SP204: outside blocks every module takes the layout that is there, and gives the one that the next one takes.
+
+    Modules that another check of edges reports are left to it.
+    """
+    reported = begins_or_ends_wrongly(target) | {finding.subject for finding in check_conversions(target)}
     grouped = {m.module.fqn: (group, m) for group in target.groups if not group.is_block for m in group.members}
     lonely: dict[str, list[tuple[Group, Member]]] = {}
     for module in target.resolved.modules:
+        if not reported.isdisjoint((module.fqn, general(module.fqn))):
+            continue
         if module.rule is None or module.block is not None or target.explained(module.fqn):
             continue
         if module.info.kind is Kind.LINEAR and _cut_features(module) and module.fqn != target.resolved.inventory.head:
@@ -114,6 +136,7 @@ def check_places(target: Target) -> Iterator[Diagnostic]:
             f"{listed(members)} of {name} meet the cut residual stream, and no block gathers and cuts it around them",
             "stream -> replicate before them, partial -> stream behind",
             f"add `{target.spell(name)}: block`",
+            also=(*(member.rule for _, member in entries), entries[0][0].owner.rule),
         )
 
 
@@ -141,15 +164,17 @@ def _misplaced(
     target: Target, module: ResolvedModule, skip: tuple[bool, bool] = (False, False)
 ) -> list[tuple[str, str]]:
     """What is wrong at a module's outer ends, with what was expected; ``skip`` leaves out its input, its output."""
-    name, found = general(module.fqn), []
+    name = general(module.fqn)
+    found: list[tuple[str, str]] = []
     taken, given = input_conversion(module), output_conversion(module)
     before, behind = _around(target, module)
     if taken and not skip[0] and not _same(target, taken.source, before):
-        found.append((f"{name} takes {taken.source}, but finds {_meaning(target, before)}", f"input: {before} -> ..."))
+        found.append((f"takes {taken.source}, but finds {_meaning(target, before)}", f"input: {before} -> ..."))
     if given and not skip[1] and not any(_same(target, given.target, layout) for layout in behind):
         expected = " or ".join(f"output: ... -> {layout}" for layout in behind)
-        found.append((f"{name} gives {given.target} where {_meaning(target, behind[0])} is wanted", expected))
-    return found
+        found.append((f"gives {given.target} where {_meaning(target, behind[0])} is wanted", expected))
+    messages, expectations = zip(*found, strict=True) if found else ((), ())
+    return [(f"{name} {', and '.join(messages)}", ", ".join(expectations))] if found else []
 
 
 def _around(target: Target, module: ResolvedModule) -> tuple[Layout, tuple[Layout, ...]]:
@@ -198,13 +223,13 @@ def check_repeats(target: Target) -> Iterator[Diagnostic]:
             if taken and found and taken.source != FEATURES and _sends(target, member.module, taken):
                 repeated.setdefault(taken, []).append(member)
         for conversion, members in repeated.items():
-            rule = members[0].rule
-            if len(members) > 1 and rule:
+            if len(members) > 1:
+                rules = (*(member.rule for member in members), group.owner.rule)
                 yield Diagnostic(
                     "SP207",
                     f"{listed([m.name for m in members])} of {group.name} each convert one input, {conversion}, "
-                    f"which sends it {len(members)} times",
-                    where=rule.where,
+                    f"which sends it {len(members)} times{target.see(*rules)}",
+                    where=target.where(*rules),
                     subject=group.name,
                     expected="one conversion for all of them",
                     hint=f"add `{target.spell(group.name)}: block`",
@@ -244,7 +269,15 @@ def _sends(target: Target, module: ResolvedModule, conversion: Conversion) -> bo
     return collective is not None and bool(collective.sends)
 
 
-def fault(target: Target, module: ResolvedModule, message: str, expected: str = "", hint: str = "") -> Diagnostic:
-    """A finding about an edge, at the rule of its module."""
-    where = module.rule.where if module.rule else target.resolved.plan.where
-    return Diagnostic("SP204", message, where, general(module.fqn), expected, hint)
+def fault(
+    target: Target,
+    module: ResolvedModule,
+    message: str,
+    expected: str = "",
+    hint: str = "",
+    also: tuple[Rule | None, ...] = (),
+) -> Diagnostic:
+    """A finding about an edge, at the rule of its module or at another one that makes the fault with it."""
+    rules = (module.rule, *also)
+    message = f"{message}{target.see(*rules)}"
+    return Diagnostic("SP204", message, target.where(*rules), general(module.fqn), expected, hint)

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from shardplan.checks.groups import FEATURES, Group, Member
 from shardplan.checks.names import general
 from shardplan.checks.target import Target, listed
-from shardplan.diagnostics import Diagnostic, Location
+from shardplan.diagnostics import Diagnostic
+from shardplan.plan import Rule
 from shardplan.residual import output_conversion
 
 _ORDER = "colwise linears, then a rowwise one"
@@ -43,15 +44,15 @@ def _incomplete(target: Target, group: Group) -> list[Diagnostic]:
         verb = "stays" if len(whole) == 1 else "stay"
         message = f"{_names(whole)} {verb} whole in {group.name}, where {_roles(producers, consumers)}"
         expected = f"every linear of {group.name} is cut"
-        return [_fault(target, group, message, expected, _remedy(group, whole))]
+        return [_fault(target, group, message, expected, _remedy(group, whole), (*whole, *producers, *consumers))]
     if not consumers and _ends_in_parts(group):
         given = _names(producers) or "its members"
         message = f"{group.name} has no rowwise linear to add up what {given} give in parts"
-        return [_fault(target, group, message, _ORDER, _last_hint(group))]
+        return [_fault(target, group, message, _ORDER, _last_hint(group), (*producers, *group.members))]
     if consumers and not producers:
         message = f"{group.name} has no colwise linear to give {_names(consumers)} the parts that it takes"
         hint = f"make the linears before {consumers[0].name} colwise"
-        return [_fault(target, group, message, _ORDER, hint)]
+        return [_fault(target, group, message, _ORDER, hint, (*consumers, *group.members))]
     return []
 
 
@@ -99,7 +100,7 @@ def _disordered(target: Target, group: Group) -> list[Diagnostic]:
             message = (
                 f"{other.name} is {_style(other)} in {group.name}, but its sibling {first.name} is {_style(first)}"
             )
-            return [_fault(target, group, message, f"{_names(tuple(members))} cut alike", _ALIKE, other)]
+            return [_fault(target, group, message, f"{_names(tuple(members))} cut alike", _ALIKE, (other, *members))]
     width = _stream_width(target)
     for consumer in group.of_role("consumer") if group.is_block and width else ():
         given = _weight(consumer)[0]
@@ -107,7 +108,7 @@ def _disordered(target: Target, group: Group) -> list[Diagnostic]:
             message = (
                 f"{consumer.name} is rowwise and gives {given} features, but {group.name} gives the stream {width}"
             )
-            return [_fault(target, group, message, _ORDER, f"make {consumer.name} colwise", consumer)]
+            return [_fault(target, group, message, _ORDER, f"make {consumer.name} colwise", (consumer,))]
     return []
 
 
@@ -117,11 +118,18 @@ def _stream_width(target: Target) -> int | None:
     return embedding.info.parameters[0].shape[-1] if embedding and embedding.info.parameters else None
 
 
-def _fault(
-    target: Target, group: Group, message: str, expected: str, hint: str, at: Member | None = None
-) -> Diagnostic:
+def _fault(target: Target, group: Group, message: str, expected: str, hint: str, at: tuple[Member, ...]) -> Diagnostic:
+    """At the rule of one of the members ``at``, best the first, or at that of the group's owner."""
     hint = _narrower(target, group) or hint
-    return Diagnostic("SP203", message, _where(target, group, at), general(group.owner.fqn), expected, hint)
+    rules = (*map(_rule, at), group.owner.rule)
+    message = f"{message}{target.see(*rules)}"
+    return Diagnostic("SP203", message, target.where(*rules), general(group.owner.fqn), expected, hint)
+
+
+def _rule(member: Member) -> Rule | None:
+    """The rule that speaks of a member, else the one from above that decides about its parameters."""
+    claims = (parameter.claim for parameter in member.module.parameters)
+    return member.rule or next((claim for claim in claims if claim is not None), None)
 
 
 def _narrower(target: Target, group: Group) -> str:
@@ -135,13 +143,6 @@ def _narrower(target: Target, group: Group) -> str:
             if others:
                 return f"if {rule.pattern} is not meant to reach {inside[:-1]}, write {listed(list(others)[:4])}"
     return ""
-
-
-def _where(target: Target, group: Group, at: Member | None) -> Location:
-    """The line that cuts a sibling of what is missing: there the missing name belongs."""
-    cut = (*((at,) if at else ()), *group.of_role("producer"), *group.of_role("consumer"))
-    rules = [*(member.rule for member in cut), group.owner.rule]
-    return next((rule.where for rule in rules if rule), target.resolved.plan.where)
 
 
 def _style(member: Member) -> str:

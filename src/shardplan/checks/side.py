@@ -75,7 +75,7 @@ def _fault(target: Target, parameter: ResolvedParameter, covered: str) -> Diagno
     return Diagnostic(
         "SP208",
         f"{name} has an entry for {covered}, of which each rank has a part, and it is not cut along with them",
-        where=parameter.claim.where if parameter.claim else target.resolved.plan.where,
+        where=target.where(parameter.claim),
         subject=name,
         expected="a parameter that is the same for every head",
         hint="no style cuts such a parameter yet: replicate the whole module with null, without a block around it",

@@ -6,10 +6,14 @@ from collections.abc import Iterator
 
 from shardplan.checks.names import general
 from shardplan.checks.target import Target, listed
-from shardplan.diagnostics import Diagnostic, Location
+from shardplan.diagnostics import Diagnostic
 from shardplan.inventory import ancestors
 from shardplan.layouts import REPLICATE, STREAM, Conversion
+from shardplan.residual import input_conversion, output_conversion
 from shardplan.resolve import ResolvedModule
+from shardplan.styles import Kind
+
+Fault = tuple[str, str, tuple[ResolvedModule, ...]]  # what is wrong, what to do, and the modules that do it
 
 # Attention that is causal without a mask, as long as no padding asks for one.
 MASKLESS_ATTENTION = ("sdpa", "flash_attention_2", "flash_attention_3", None)
@@ -17,39 +21,61 @@ MASKLESS_ATTENTION = ("sdpa", "flash_attention_2", "flash_attention_3", None)
 
 def check_stream(target: Target) -> Iterator[Diagnostic]:
     """SP204: with sequence parallelism on, the stream begins once and ends once."""
-    if target.sequence_parallel and target.mesh.has_tp:
-        yield from _begin(target)
-        if target.stream.cut_by_embedding:
-            yield from _counted_from_a_part(target)
-        yield from _end(target)
+    for message, hint, modules in _faults(target):
+        rules = [module.rule for module in modules]
+        message = f"{message}{target.see(*rules)}"
+        yield Diagnostic("SP204", message, target.where(*rules), "residual stream", "one cut and one gather", hint)
+    if _has_stream(target) and target.stream.cut_by_embedding:
+        yield from _counted_from_a_part(target)
 
 
-def _begin(target: Target) -> Iterator[Diagnostic]:
-    resolved, cuts = target.resolved, target.stream.cuts
-    from_embedding = target.stream.cut_by_embedding
-    first = target.spell(f"{target.stream.layers or 'layers'}.0")
-    hint = f"cut it at the first decoder layer: `{first}: {{input: replicate -> stream}}`"
+def begins_or_ends_wrongly(target: Target) -> frozenset[str]:
+    """The modules whose edges `check_stream` speaks of: whatever else is odd about them follows from that."""
+    return frozenset(module.fqn for _, _, modules in _faults(target) for module in modules)
+
+
+def _has_stream(target: Target) -> bool:
+    return target.sequence_parallel and target.mesh.has_tp
+
+
+def _faults(target: Target) -> list[Fault]:
+    if not _has_stream(target):
+        return []
+    stream = target.stream
+    # A cut beside the layers stands where the gather was meant to be.
+    strays = any(not stream.carries(module.fqn) for module in stream.cuts)
+    return [*_begin(target), *(() if strays else _end(target))]
+
+
+def _begin(target: Target) -> Iterator[Fault]:
+    cuts, from_embedding = target.stream.cuts, target.stream.cut_by_embedding
+    hint = f"cut it at the first decoder layer: `{_first_layer(target)}: {{input: replicate -> stream}}`"
     if not cuts and not from_embedding and not _written(target, "input", Conversion(REPLICATE, STREAM)):
-        yield _fault(
-            "nothing cuts the residual stream, so sequence parallelism has no effect", resolved.plan.where, hint
-        )
+        at = [m for m in target.resolved.modules if m.rule and target.stream.layers and _is_first_member(target, m)]
+        first = [module for module in at if next(ancestors(module.fqn)) == target.stream.layers]
+        yield "nothing cuts the residual stream, so sequence parallelism has no effect", hint, tuple(first)
     elif len(cuts) + from_embedding > 1:
+        embedding = [target.resolved.embedding] if from_embedding and target.resolved.embedding else []
         places = [general(module.fqn) for module in cuts] + ["the embedding's output"] * from_embedding
         many = listed(f"{place} ({places.count(place)} modules)" if places.count(place) > 1 else place
                       for place in dict.fromkeys(places))  # fmt: skip
-        yield _fault(f"the residual stream is cut more than once: at {many}", _where(target, cuts[0]), hint)
+        yield f"the residual stream is cut more than once: at {many}", hint, (*cuts, *embedding)
     elif cuts and not _is_first_member(target, cuts[0]):
-        message = f"the residual stream is cut at {cuts[0].fqn}, which is not the first decoder layer"
-        yield _fault(message, _where(target, cuts[0]), hint)
+        yield f"the residual stream is cut at {cuts[0].fqn}, which is not the first decoder layer", hint, cuts[:1]
+
+
+def _first_layer(target: Target) -> str:
+    return target.spell(f"{target.stream.layers or 'layers'}.0")
 
 
 def _counted_from_a_part(target: Target) -> Iterator[Diagnostic]:
     """Models count positions, and build masks, from the length of the embedding's output."""
     inventory = target.resolved.inventory
     embedding = target.resolved.by_fqn[inventory.embedding or ""]
-    where = _where(target, embedding)
-    first = target.spell(f"{target.stream.layers or 'layers'}.0")
-    cut_later = f"cut the stream at the first decoder layer instead: `{first}: {{input: replicate -> stream}}`"
+    where = target.where(embedding.rule)
+    cut_later = (
+        f"cut the stream at the first decoder layer instead: `{_first_layer(target)}: {{input: replicate -> stream}}`"
+    )
     if inventory.attention not in MASKLESS_ATTENTION or inventory.sliding_window:
         built = "a sliding window" if inventory.sliding_window else f"{inventory.attention} attention"
         message = f"the embedding's output is cut, and {built} needs a mask, which the model would build from that part"
@@ -61,15 +87,29 @@ def _counted_from_a_part(target: Target) -> Iterator[Diagnostic]:
             yield Diagnostic("SP204", message, where, module.fqn, "style rotary, which gives it all positions", hint)
 
 
-def _end(target: Target) -> Iterator[Diagnostic]:
+def _end(target: Target) -> Iterator[Fault]:
     gathers = target.stream.gathers
     if not gathers and not _written(target, "output", Conversion(STREAM, REPLICATE)):
-        hint = "gather it behind the final norm: `.norm: {style: sequence_parallel, output: stream -> replicate}`"
-        yield _fault("nothing gathers the residual stream before the head", target.resolved.plan.where, hint)
+        meant = _behind_layers(target)
+        norm = next((target.spell(module.fqn) for module in meant if module.info.kind is Kind.OTHER), ".norm")
+        hint = f"gather it behind the final norm: `{norm}: {{style: sequence_parallel, output: stream -> replicate}}`"
+        yield "nothing gathers the residual stream before the head", hint, meant
     elif len(gathers) > 1 or (gathers and target.stream.carries(gathers[0].fqn)):
         places = listed(dict.fromkeys(general(module.fqn) for module in gathers))
-        message = f"the residual stream is gathered at {places}"
-        yield _fault(message, _where(target, gathers[0]), "gather it once, behind the final norm")
+        yield f"the residual stream is gathered at {places}", "gather it once, behind the final norm", gathers
+
+
+def _behind_layers(target: Target) -> tuple[ResolvedModule, ...]:
+    """The modules behind the layers whose edges speak of the stream: one of them was to gather it."""
+    modules = target.resolved.modules
+    layers = [index for index, module in enumerate(modules) if target.stream.carries(module.fqn)]
+    behind = modules[layers[-1] + 1 :] if layers else ()
+    return tuple(m for m in behind if m.block is None and m.parameters and _speaks_of_stream(m))
+
+
+def _speaks_of_stream(module: ResolvedModule) -> bool:
+    edges = (input_conversion(module), output_conversion(module))
+    return any(STREAM in (edge.source, edge.target) for edge in edges if edge)
 
 
 def _written(target: Target, side: str, conversion: Conversion) -> bool:
@@ -82,11 +122,3 @@ def _is_first_member(target: Target, module: ResolvedModule) -> bool:
     parent = next(ancestors(module.fqn), "")
     members = (m for m in target.resolved.modules if m.fqn and next(ancestors(m.fqn)) == parent)
     return target.resolved.inventory.by_fqn[parent].container and next(members) is module
-
-
-def _fault(message: str, where: Location, hint: str) -> Diagnostic:
-    return Diagnostic("SP204", message, where, "residual stream", "one cut and one gather", hint)
-
-
-def _where(target: Target, module: ResolvedModule) -> Location:
-    return module.rule.where if module.rule else target.resolved.plan.where

@@ -8,7 +8,9 @@ from functools import cached_property
 
 from shardplan.checks.faulty import FaultyRules
 from shardplan.checks.groups import Group, find_groups
+from shardplan.diagnostics import Location
 from shardplan.mesh import MeshSpec
+from shardplan.plan import Recompute, Rule, Unit
 from shardplan.residual import ResidualStream
 from shardplan.resolve import ResolvedPlan
 
@@ -38,6 +40,24 @@ class Target:
     def explained(self, fqn: str) -> bool:
         """Whether a faulty rule, which is reported as such, leaves nothing more to say of a module or parameter."""
         return self.faulty.explains(fqn)
+
+    def inherited(self, line: Rule | Unit | Recompute) -> bool:
+        """Whether a line was written for other models, too, below the plan that is asked about."""
+        return line.layer.rank != self.resolved.plan.rank
+
+    def where(self, *rules: Rule | None) -> Location:
+        """The line of the rule from the highest layer, the first among equals; the plan as a whole where none is.
+
+        Of several rules that make a fault together, the upper one was written in sight of the lower ones.
+        """
+        known = [rule for rule in rules if rule is not None]
+        return max(known, key=lambda rule: rule.layer.rank).where if known else self.resolved.plan.where
+
+    def see(self, *rules: Rule | None) -> str:
+        """The first of the rules that lies below the one that `where` names, to end a message with."""
+        known = [rule for rule in rules if rule is not None]
+        below = (rule for rule in known if rule.layer.rank < max(other.layer.rank for other in known))
+        return next((f" (see {rule.where})" for rule in below), "")
 
     def spell(self, name: str) -> str:
         """A general name as a rule would write it: relative to the plan's root where it lies below."""

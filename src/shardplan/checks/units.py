@@ -30,10 +30,11 @@ def check_units(target: Target) -> Iterator[Diagnostic]:
         if len(set(around.values())) > 1:
             places = [f"{fqn} in {unit or 'the outermost unit'}" for fqn, unit in around.items()]
             inner = [unit for unit in around.values() if unit]
+            around_one = [m.line for m in target.resolved.units if not set(inner).isdisjoint(m.fqns)]
             yield Diagnostic(
                 "SP109",
                 f"tied parameters lie in different FSDP2 units: {listed(places)}",
-                where=next(m.line.where for m in target.resolved.units if inner[0] in m.fqns),
+                where=max(around_one, key=lambda unit: unit.layer.rank).where,
                 subject=group[0].fqn,
                 expected="one unit around all names of a parameter",
                 hint=f"take {listed(inner)} out of fsdp.units; the outermost unit then holds both",

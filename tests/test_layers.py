@@ -1,0 +1,115 @@
+"""A plan that extends a shipped one: what is said is said where its author can act on it, and once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from golden import ROOT
+from shardplan.api import check_plan
+from shardplan.diagnostics import Diagnostic
+from tiny_models import build_meta
+
+SHIPPED = ROOT / "plans" / "llama.yaml"
+MISPLACED_NORM = "{style: sequence_parallel, output: replicate -> stream}"
+
+
+@pytest.fixture(autouse=True)
+def from_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def said(folder: Path, pattern: str, value: str, *, sequence_parallel: bool = True) -> list[Diagnostic]:
+    """The findings of one rule on top of the shipped plan."""
+    (folder / "plan.yaml").write_text(f"format: 1\nextends: llama\nrules:\n  {pattern}: {value}\n")
+    return list(check_plan(folder / "plan.yaml", build_meta("llama"), "dp=2,tp=2", sequence_parallel=sequence_parallel))
+
+
+def line(text: str) -> int:
+    """Where the shipped plan says something."""
+    return next(n for n, written in enumerate(SHIPPED.read_text().splitlines(), 1) if text in written)
+
+
+# ---------------------------------------------------------------- the line of the upper layer
+
+
+@pytest.mark.parametrize(
+    ("pattern", "value", "code"),
+    [
+        (".layers.*.self_attn.q_proj", "null", "SP203"),
+        (".layers.*.self_attn.q_proj", "rowwise", "SP203"),
+        (".layers.*.mlp.down_proj", "colwise", "SP203"),
+        (".layers.*.mlp.down_proj", "replicated_with_grad_allreduce", "SP203"),
+        (".layers.*.self_attn.k_proj.*", "null", "SP105"),
+        (".layers.*.mlp", "{input: stream}", "SP204"),
+        (".embed_tokens", "sequence_parallel", "SP204"),
+        (".layers.0", "null", "SP204"),
+        (".layers.0", "block", "SP204"),
+        (".norm", "block", "SP206"),
+        (".layers.*.input_layernorm", "block", "SP206"),
+        (".embed_tokens", "block", "SP211"),
+    ],
+)
+def test_a_finding_is_located_at_the_rule_of_the_upper_layer(
+    tmp_path: Path, pattern: str, value: str, code: str
+) -> None:
+    found = said(tmp_path, pattern, value)
+    assert code in {finding.code for finding in found}
+    assert {str(finding.where) for finding in found} == {f"{tmp_path}/plan.yaml:4:3"}
+
+
+def test_the_rule_below_is_named_in_the_text(tmp_path: Path) -> None:
+    (finding,) = said(tmp_path, ".layers.*.self_attn.q_proj", "null")
+    assert (
+        f"k_proj and v_proj are colwise and o_proj is rowwise (see plans/llama.yaml:{line('{q,k,v}')}:3)"
+        in finding.message
+    )
+
+
+def test_units_that_separate_tied_parameters_are_located_in_the_upper_layer(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("format: 1\nextends: llama\nfsdp: {units: {.embed_tokens: {}}}\n")
+    (tmp_path / "plan.yaml").write_text("format: 1\nextends: base.yaml\nfsdp: {units: {lm_head: {}}}\n")
+    (finding,) = check_plan(tmp_path / "plan.yaml", build_meta("llama-tied"), "dp=2,tp=2")
+    assert (finding.code, str(finding.where)) == ("SP109", f"{tmp_path}/plan.yaml:3:16")
+
+
+# ---------------------------------------------------------------- one fault, one finding
+
+
+@pytest.mark.parametrize(
+    ("pattern", "value", "message"),
+    [
+        (".norm", MISPLACED_NORM, "nothing gathers the residual stream before the head"),
+        (".norm", "{output: stream}", "nothing gathers the residual stream before the head"),
+        (
+            ".norm",
+            "{style: sequence_parallel, input: replicate -> stream}",
+            "the residual stream is cut more than once",
+        ),
+        (".layers.0", MISPLACED_NORM, "nothing cuts the residual stream"),
+        (".rotary_emb", "block", "model.rotary_emb takes stream, but finds replicate, and gives stream where"),
+        ("lm_head", MISPLACED_NORM, "sequence_parallel gives stream, but the rule for lm_head says output"),
+        ("lm_head", "{style: sequence_parallel, input: replicate -> stream}", "the residual stream is cut more"),
+        (".embed_tokens", MISPLACED_NORM, "the residual stream is cut more than once"),
+        (".layers.*.mlp.up_proj", MISPLACED_NORM, "the rule for up_proj converts the output inside block"),
+    ],
+)
+def test_one_wrong_edge_is_one_finding(tmp_path: Path, pattern: str, value: str, message: str) -> None:
+    edges = [finding for finding in said(tmp_path, pattern, value) if finding.code == "SP204"]
+    assert [finding.message.startswith(message) for finding in edges] == [True]
+    assert str(edges[0].where) == f"{tmp_path}/plan.yaml:4:3"
+
+
+def test_the_gather_is_asked_for_at_the_module_that_stands_there(tmp_path: Path) -> None:
+    (finding,) = said(tmp_path, ".norm", MISPLACED_NORM)
+    assert finding.hint.endswith("`.norm: {style: sequence_parallel, output: stream -> replicate}`")
+
+
+def test_separate_faults_are_all_said(tmp_path: Path) -> None:
+    (tmp_path / "plan.yaml").write_text("format: 1\nextends: llama\nrules: {.norm: null, .layers.0: null}\n")
+    found = check_plan(tmp_path / "plan.yaml", build_meta("llama"), "tp=2", sequence_parallel=True)
+    assert [finding.message.split(" the residual")[0] for finding in found if finding.code == "SP204"] == [
+        "nothing cuts",
+        "nothing gathers",
+    ]
