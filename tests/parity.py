@@ -18,6 +18,7 @@ import tiny_models
 import tolerances
 from shardplan import apply_plan, cross_entropy
 from shardplan.mesh import parse_mesh
+from shardplan.weights import stored_parameters
 
 ROWS = 4  # of a global batch; every dp degree in use divides it
 LR = 1e-3
@@ -158,8 +159,9 @@ def compare_training(reference: nn.Module, sharded: nn.Module, mesh: DeviceMesh)
             torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
             optimizer.step()
     yield from different_replicas({name: p.detach() for name, p in sharded.named_parameters()})
+    trained = stored_parameters(sharded)
     for name, expected in reference.named_parameters():
-        difference = (whole(sharded.get_parameter(name).detach()) - expected.detach()).norm().item()
+        difference = (trained[name].whole() - expected.detach()).norm().item()
         allowed = tolerances.PARAMETER * expected.norm().item() + tolerances.PARAMETER_LR * LR * sqrt(expected.numel())
         if not difference <= allowed:
             yield f"{name} after 3 steps differs by {difference:.1e}, allowed {allowed:.1e}"
@@ -181,16 +183,17 @@ def accumulate(reference: nn.Module, sharded: nn.Module, mesh: DeviceMesh, seed:
 
 def same_gradients(reference: nn.Module, sharded: nn.Module) -> Iterator[str]:
     """Every gradient of the reference against the gathered one; replicas are compared before any gather."""
-    gradients = {name: p.grad for name, p in sharded.named_parameters() if p.grad is not None}
-    yield from different_replicas(gradients)
+    yield from different_replicas({name: p.grad for name, p in sharded.named_parameters() if p.grad is not None})
+    stored = stored_parameters(sharded)
     total = sqrt(sum(p.grad.norm().item() ** 2 for p in reference.parameters() if p.grad is not None))
     for name, parameter in reference.named_parameters():
         if parameter.grad is None:
             continue
-        if name not in gradients:
+        gradient = stored[name].gradient()
+        if gradient is None:
             yield f"gradient of {name} is missing"
             continue
-        difference = (whole(gradients[name]) - parameter.grad).norm().item()
+        difference = (gradient - parameter.grad).norm().item()
         allowed = tolerances.GRADIENT * parameter.grad.norm().item() + tolerances.GRADIENT_FLOOR * total
         if not difference <= allowed:
             relative = difference / (parameter.grad.norm().item() + 1e-30)
@@ -213,7 +216,7 @@ def different_replicas(tensors: dict[str, Tensor]) -> Iterator[str]:
 
 def _same_names(reference: nn.Module, sharded: nn.Module) -> Iterator[str]:
     expected = [name for name, _ in reference.named_parameters()]
-    actual = [name for name, _ in sharded.named_parameters()]
+    actual = list(stored_parameters(sharded))
     if expected != actual:
         yield f"parameters are {sorted(set(expected) ^ set(actual))} on one side only, or in another order"
     if dist.get_world_size() > 1 and not all(isinstance(p, DTensor) for p in sharded.parameters()):

@@ -131,12 +131,19 @@ OTHERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "nemotron-h-groups-8": (NemotronHForCausalLM, NemotronHConfig, {"n_groups": 8, "mamba_num_heads": 16}),
     "nemotron-h-backbone": (remote_code.NemotronHForCausalLM, NemotronHConfig, {}),
 }
-PLANS = {"qwen2-tied": "qwen2", "qwen3": "qwen2", "mistral": "llama", "gemma3-vision": "gemma3"}
+PLANS = {
+    "qwen2-tied": "qwen2",
+    "qwen3": "qwen2",
+    "mistral": "llama",
+    "gemma3-vision": "gemma3",
+    "nemotron": "nemotron_h",
+}
 
 
 def plan_of(name: str) -> str:
     """The shipped plan for a tiny model."""
-    return PLANS.get(name, name.partition("-")[0])
+    family = name.partition("-")[0]
+    return PLANS.get(name, PLANS.get(family, family))
 
 
 def config(name: str, **changes: Any) -> Any:

@@ -63,6 +63,12 @@ def flatten(mesh: DeviceMesh, dims: tuple[int, ...]) -> None:
         mesh[tuple((mesh.mesh_dim_names or ())[dim] for dim in dims)]._flatten()
 
 
+def neighbours(axis: DeviceMesh, size: int) -> DeviceMesh:
+    """torch 2.13: the 1-D mesh of ``size`` neighbouring ranks of ``axis``, this one among them; every rank calls it."""
+    unflattened: DeviceMesh = axis._unflatten(0, (axis.size() // size, size), (f"apart_{size}", f"neighbours_{size}"))
+    return unflattened[f"neighbours_{size}"]
+
+
 def _flattened(mesh: DeviceMesh, dims: tuple[int, ...]) -> DeviceMesh | None:
     """torch 2.13: the flattened mesh over ``dims``, by whatever name: the look-up of DTensor's own reductions.
 

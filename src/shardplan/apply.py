@@ -14,13 +14,15 @@ from torch.distributed.tensor import DTensor
 
 from shardplan import _compat
 from shardplan.compiled import CompiledPlan, Head
+from shardplan.inventory import ancestors
 from shardplan.loss import causal_lm_loss
 from shardplan.mesh import REPLICATE
 from shardplan.parallel.collectives import Ranks
 from shardplan.parallel.gradients import Owner, sum_in_graph, sum_in_units
+from shardplan.parallel.local import read_locally
 from shardplan.parallel.recompute import recompute_forward
 from shardplan.parallel.stream import Stream, begin, end
-from shardplan.parallel.style import LocalStyle, logits_as_dtensor
+from shardplan.parallel.style import Identity, LocalStyle, logits_as_dtensor, split_sections
 from shardplan.plan import MixedPrecision
 
 APPLIED = "_shardplan"  # the attribute of a model under which its `Applied` is found
@@ -53,6 +55,8 @@ def apply(model: nn.Module, compiled: CompiledPlan, mesh: DeviceMesh) -> nn.Modu
         The same model.
     """
     stream = _shard_over_tp(model, compiled, mesh["tp"]) if compiled.mesh.has_tp else None
+    if stream is None:
+        _pack(model, compiled)
     applied = Applied(compiled, stream, gathered=compiled.head is not None and compiled.head.gathered)
     if stream is not None and compiled.head is not None:
         _finish_logits(model, compiled.head, mesh["tp"], applied)
@@ -72,9 +76,9 @@ def applied_to(model: nn.Module) -> Applied | None:
 
 
 def _shard_over_tp(model: nn.Module, compiled: CompiledPlan, tp: DeviceMesh) -> Stream:
-    ranks = Ranks(tp.get_group().group_name, tp.get_local_rank(), tp.size())
-    stream = Stream(ranks, compiled.sequence_parallel, compiled.cut_by_embedding)
-    placed: dict[int, nn.Parameter] = {}
+    neighbours = {size: _ranks(_compat.neighbours(tp, size)) for size in sorted(compiled.neighbours)}
+    stream = Stream(_ranks(tp), compiled.sequence_parallel, compiled.cut_by_embedding, neighbours=neighbours)
+    placed: dict[Identity, nn.Parameter] = {}
     for module in compiled.modules:
         LocalStyle(module, stream, placed)._apply(model.get_submodule(module.path), tp)
     if compiled.sequence_parallel:
@@ -83,6 +87,21 @@ def _shard_over_tp(model: nn.Module, compiled: CompiledPlan, tp: DeviceMesh) -> 
         compiled.find(model, compiled.decoder).register_forward_pre_hook(partial(begin, stream), with_kwargs=True)
         compiled.find(model, compiled.gather).register_forward_hook(partial(end, stream))
     return stream
+
+
+def _ranks(axis: DeviceMesh) -> Ranks:
+    return Ranks(axis.get_group().group_name, axis.get_local_rank(), axis.size())
+
+
+def _pack(model: nn.Module, compiled: CompiledPlan) -> None:
+    """Without tp: packed parameters lie in sections all the same, since what is saved may not depend on tp."""
+    packed = {module.fqn for module in compiled.modules if any(parameter.sections for parameter in module.parameters)}
+    parents = {next(ancestors(fqn)) for fqn in packed}
+    for module in compiled.modules:
+        if module.parameters and module.fqn in packed | parents:
+            found = model.get_submodule(module.path)
+            split_sections(found, module)
+            read_locally(found, module, None)
 
 
 def _finish_logits(model: nn.Module, head: Head, tp: DeviceMesh, applied: Applied) -> None:

@@ -15,10 +15,11 @@ from shardplan.checks.matching import (
     check_rule_ties,
     check_styles,
 )
-from shardplan.checks.members import check_members, check_packed
+from shardplan.checks.members import check_members
 from shardplan.checks.options import check_dropout, check_options, check_reduce_dtype
+from shardplan.checks.packed import check_local_sizes, check_packed, check_sections
 from shardplan.checks.side import check_side_parameters
-from shardplan.checks.sizes import check_dims, check_head_counts, check_heads
+from shardplan.checks.sizes import check_dims, check_head_counts, check_heads, check_shared_heads
 from shardplan.checks.stream import check_stream
 from shardplan.checks.target import Target
 from shardplan.checks.units import check_units
@@ -38,6 +39,7 @@ CHECKS: tuple[Check, ...] = (
     check_units,
     check_members,
     check_packed,
+    check_sections,
     check_conversions,
     check_groups,
     check_places,
@@ -46,6 +48,8 @@ CHECKS: tuple[Check, ...] = (
     check_gradients,
     check_ties,
     check_heads,
+    check_local_sizes,
+    check_shared_heads,
     check_head_counts,
     check_dims,
     check_side_parameters,

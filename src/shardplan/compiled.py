@@ -20,6 +20,28 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class CompiledSection:
+    """A section of a packed parameter, which becomes a parameter of its own; ``start`` and ``length`` along its dim."""
+
+    name: str
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class LocalSize:
+    """An attribute of a module that counts what is cut into ``parts``: a rank reads its share of ``total``.
+
+    ``of_config``: it is an attribute of the module's config.
+    """
+
+    name: str
+    of_config: bool
+    total: int
+    parts: int
+
+
+@dataclass(frozen=True, slots=True)
 class CompiledParameter:
     """Where one parameter lies on the tp axis and what its gradient is.
 
@@ -27,6 +49,8 @@ class CompiledParameter:
         placement: ``replicate`` or ``shard(dim)``.
         gradient: of a replicated parameter; a sharded one is always COMPLETE for its shard.
         added_once: a row-wise linear's bias: every rank adds its share of it to a sum over tp.
+        sections: of a packed parameter, along the dim of ``placement``: each is cut on its own, under a name of its
+            own, so that nothing that is saved depends on how many ranks there are.
     """
 
     fqn: str
@@ -37,6 +61,12 @@ class CompiledParameter:
     placement: Layout
     gradient: Gradient
     added_once: bool = False
+    sections: tuple[CompiledSection, ...] = ()
+
+    @property
+    def stored_names(self) -> tuple[str, ...]:
+        """The names of the parameters that it becomes in its module: its own, or one for each section."""
+        return tuple(f"{self.name}_{section.name}" for section in self.sections) or (self.name,)
 
     @property
     def sharded(self) -> bool:
@@ -54,6 +84,7 @@ class CompiledModule:
         block: the block around it, whose edges serve it.
         positions: it is handed the positions of the full sequence.
         native: a torch ``ParallelStyle`` that is applied as it stands instead of all this.
+        local_sizes: attributes that count what is cut.
         splits_vocabulary: an Embedding whose rows are cut: ids of other ranks' rows contribute zero.
     """
 
@@ -69,6 +100,7 @@ class CompiledModule:
     output: Edge | None = None
     splits_vocabulary: bool = False
     positions: bool = False
+    local_sizes: tuple[LocalSize, ...] = ()
     native: Any = None
 
     @property
@@ -147,6 +179,12 @@ class CompiledPlan:
         if not self.mesh.has_tp:
             return frozenset()
         return frozenset({Gradient.PARTIAL, Gradient.STREAM} if self.sequence_parallel else {Gradient.PARTIAL})
+
+    @property
+    def neighbours(self) -> frozenset[int]:
+        """In groups of how many neighbouring tp ranks something is sent."""
+        collectives = (c for module in self.modules for edge in module.edges for c in (edge.whole, edge.cut) if c)
+        return frozenset(c.within for c in collectives if c.within)
 
     def summed_parameters(self) -> Iterator[tuple[CompiledModule, CompiledParameter]]:
         """The replicated parameters whose gradients are summed over tp, with their modules."""

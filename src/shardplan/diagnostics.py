@@ -115,6 +115,8 @@ CODES = {
     "SP211": "a large weight or activation left whole",
     "SP212": "logits both sharded and gathered",
     "SP213": "gradients added up in half precision",
+    "SP214": "sections or local sizes that do not fit their module",
+    "SP215": "KV heads replicated within tp",
     # the mesh and the call
     "SP301": "a mesh that cannot be used",
     "SP302": "the model already has a plan applied",

@@ -11,6 +11,7 @@ from pydantic.json_schema import WithJsonSchema
 from pydantic_core import CoreSchema, PydanticCustomError
 
 from shardplan.layouts import CONVERSION_REGEX, parse_conversion
+from shardplan.sections import NAME_REGEX, SIZE_REGEX, parse_section
 from shardplan.styles import STYLE_NAMES
 
 T = TypeVar("T")
@@ -18,6 +19,7 @@ T = TypeVar("T")
 # Python's `$` also matches before a final line break, JSON Schema's does not: `(?!\n)$` is the end in both.
 _END = r"(?!\n)$"
 STYLE_REGEX = rf"^[A-Za-z_][A-Za-z0-9_.]*{_END}"
+ATTRIBUTE_REGEX = rf"^(config[.])?[A-Za-z_][A-Za-z0-9_]*{_END}"
 CLASS_REGEX = rf"^[A-Za-z_][A-Za-z0-9_]*{_END}"
 ROOT_REGEX = rf"^([A-Za-z0-9_-]+([.][A-Za-z0-9_-]+)*)?{_END}"
 MESH_REGEX = rf"^ *[A-Za-z_][A-Za-z0-9_]*=[0-9]+( *, *[A-Za-z_][A-Za-z0-9_]*=[0-9]+)* *{_END}"
@@ -82,6 +84,24 @@ def _reshard(value: Any) -> bool | int:
     return ranks
 
 
+def _section(value: Any) -> dict[str, str]:
+    """One name and its size."""
+    if not isinstance(value, dict) or len(value) != 1:
+        raise PydanticCustomError("section", "not one name and its size")
+    ((name, size),) = value.items()
+    try:
+        section = parse_section(name, size if isinstance(size, str) else _integer(size))
+    except (ValueError, TypeError, PydanticCustomError) as error:
+        raise PydanticCustomError("section", "{problem}", {"problem": str(error)}) from None
+    return {section.name: section.size}
+
+
+def _dim(value: Any) -> int:
+    if (dim := _integer(value)) < 0:
+        raise PydanticCustomError("dim", "{value} is not a dim: they count from 0", {"value": value})
+    return dim
+
+
 def _string(regex: str) -> WithJsonSchema:
     return WithJsonSchema({"type": "string", "pattern": regex})
 
@@ -100,6 +120,25 @@ Reshard = Annotated[
     bool | int,
     BeforeValidator(_reshard),
     WithJsonSchema({"anyOf": [{"type": "boolean"}, {"type": "integer", "minimum": 2}]}),
+]
+Dim = Annotated[int, BeforeValidator(_dim), WithJsonSchema({"type": "integer", "minimum": 0})]
+SectionEntry = Annotated[
+    dict[str, str],
+    BeforeValidator(_section),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "minProperties": 1,
+            "maxProperties": 1,
+            "patternProperties": {
+                NAME_REGEX: {"anyOf": [{"type": "string", "pattern": SIZE_REGEX}, {"type": "integer", "minimum": 0}]}
+            },
+            "additionalProperties": False,
+        }
+    ),
+]
+AttributeName = Annotated[
+    str, BeforeValidator(_text(ATTRIBUTE_REGEX, "an attribute such as num_heads")), _string(ATTRIBUTE_REGEX)
 ]
 Text = Annotated[str, Field(min_length=1)]
 PatternText = Text
@@ -123,6 +162,15 @@ class RuleOptions(Options):
     )
     output: Said[ConversionText] = Field(
         default=None, description="the layout the module computes -> the one that goes out"
+    )
+    dim: Said[Dim] = Field(default=None, description="the dim that style shard cuts; 0 by default")
+    sections: Said[Annotated[list[SectionEntry], Field(min_length=1)]] = Field(
+        default=None,
+        description="what a packed weight consists of, in order: a name and a size in config fields for each",
+    )
+    local_sizes: Said[Annotated[list[AttributeName], Field(min_length=1)]] = Field(
+        default=None,
+        description="attributes of the module, or config.<field>, that count what is cut: each rank reads its share",
     )
 
 

@@ -15,11 +15,15 @@ from shardplan.layouts import Conversion
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """The two directions of one edge, by the names that `shardplan.parallel.collectives` gives them, along ``dim``."""
+    """The two directions of one edge, by the names that `shardplan.parallel.collectives` gives them, along ``dim``.
+
+    ``within``: only so many neighbouring ranks take part; None stands for all of tp.
+    """
 
     forward: str
     backward: str
     dim: int = 0
+    within: int | None = None
 
     @property
     def sends(self) -> dict[str, str]:

@@ -60,6 +60,7 @@ class ModuleInfo:
         path: where it is found in the model as it stands.
         outermost: where the outermost wrapper around it is found; ``path`` without wrappers.
         container: a list or dict of modules, whose own forward never runs.
+        sizes: its whole numbers by attribute.
     """
 
     fqn: str
@@ -69,7 +70,14 @@ class ModuleInfo:
     kind: Kind
     parameters: tuple[ParameterInfo, ...]
     container: bool
+    sizes: tuple[tuple[str, int], ...]
     attention: HeadInfo | None = None
+
+    @property
+    def features(self) -> tuple[int, int]:
+        """Output and input features of a linear's weight."""
+        shape = next(parameter.shape for parameter in self.parameters if parameter.name == "weight")
+        return (shape[1], shape[0]) if self.kind is Kind.CONV1D else (shape[0], shape[1])
 
 
 @dataclass(frozen=True)
@@ -82,6 +90,7 @@ class Inventory:
         embedding, head: fqns of the input embedding and of the module that computes logits, where the model tells.
         attention: the attention implementation that the model is configured for.
         own_forward: whether the model's forward is a user's, not transformers'; what its head reads is then unknown.
+        sizes: the whole numbers in its config, by field.
         dropout: the probabilities above zero in its config, by name.
         sliding_window: whether its config names a sliding window, which needs a mask.
     """
@@ -93,7 +102,13 @@ class Inventory:
     attention: str | None
     sliding_window: bool
     own_forward: bool
+    sizes: tuple[tuple[str, int], ...]
     dropout: tuple[tuple[str, float], ...]
+
+    def size(self, name: str, fqn: str) -> int | None:
+        """The number that ``name`` is at a module: its own, the nearest one around it that has it, or the config's."""
+        around = (dict(self.by_fqn[above].sizes) for above in (fqn, *ancestors(fqn)))
+        return next((sizes[name] for sizes in (*around, dict(self.sizes)) if name in sizes), None)
 
     @cached_property
     def by_fqn(self) -> dict[str, ModuleInfo]:
@@ -130,6 +145,7 @@ def take_inventory(model: nn.Module) -> Inventory:
         attention=getattr(config, "_attn_implementation", None),
         sliding_window=bool(getattr(_text_config(config), "sliding_window", None)),
         own_forward=not unwrap(innermost.forward).__module__.startswith("transformers."),
+        sizes=_whole_numbers(_text_config(config)),
         dropout=_dropout(_text_config(config)),
     )
 
@@ -149,6 +165,13 @@ def _text_config(config: Any) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
+def _whole_numbers(of: object) -> tuple[tuple[str, int], ...]:
+    """By attribute; a config's also by the names that transformers gives them in all configs."""
+    own = {name: value for name, value in getattr(of, "__dict__", {}).items() if type(value) is int}
+    aliases: dict[str, str] = getattr(of, "attribute_map", {})
+    return tuple({**own, **{alias: own[name] for alias, name in aliases.items() if name in own}}.items())
+
+
 def _dropout(config: Any) -> tuple[tuple[str, float], ...]:
     """transformers' configs name probabilities ``attention_dropout``, ``resid_pdrop`` and the like."""
     named = vars(config).items() if config is not None else ()
@@ -163,19 +186,12 @@ def ancestors(fqn: str) -> Iterator[str]:
 
 
 def _module_info(fqn: str, outermost: str, path: str, module: nn.Module, nn: Any) -> ModuleInfo:
-    kind = (
-        Kind.LINEAR
-        if isinstance(module, nn.Linear)
-        else Kind.EMBEDDING
-        if isinstance(module, nn.Embedding)
-        else Kind.OTHER
-    )
     return ModuleInfo(
         fqn=fqn,
         path=path,
         outermost=outermost,
         class_name=type(module).__name__,
-        kind=kind,
+        kind=_kind(module, nn),
         parameters=tuple(
             ParameterInfo(
                 fqn=f"{fqn}.{name}" if fqn else name,
@@ -188,18 +204,35 @@ def _module_info(fqn: str, outermost: str, path: str, module: nn.Module, nn: Any
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
         ),
         container=isinstance(module, nn.ModuleList | nn.ModuleDict),
+        sizes=_whole_numbers(module),
         attention=_head_info(module),
     )
 
 
+def _kind(module: nn.Module, nn: Any) -> Kind:
+    if isinstance(module, nn.Linear):
+        return Kind.LINEAR
+    if isinstance(module, nn.Embedding):
+        return Kind.EMBEDDING
+    is_conv1d = any(cls.__name__ == "Conv1D" and cls.__module__ == _CONV1D for cls in type(module).__mro__)
+    return Kind.CONV1D if is_conv1d else Kind.OTHER
+
+
+_CONV1D = "transformers.pytorch_utils"  # by name: nothing here imports transformers
+
+
 def _head_info(module: Any) -> HeadInfo | None:
-    """transformers' attention modules carry their config and ``head_dim``; a module without either has no heads."""
+    """transformers' attention modules carry their config and ``head_dim``; a module without either has no heads.
+
+    So do Mamba-2 mixers, whose decay ``A_log`` tells them apart: their heads are others.
+    """
     config, head_dim = getattr(module, "config", None), getattr(module, "head_dim", None)
     heads = getattr(config, "num_attention_heads", None)
-    if not isinstance(head_dim, int) or not isinstance(heads, int):
+    if not isinstance(head_dim, int) or not isinstance(heads, int) or hasattr(module, "A_log"):
         return None
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    counts = {name for name, value in vars(module).items() if type(value) is int and value in {heads, kv_heads} - {1}}
+    numbers = {f"{prefix}{n}": v for prefix, of in (("", module), ("config.", config)) for n, v in _whole_numbers(of)}
+    counts = {name for name, value in numbers.items() if value in {heads, kv_heads} - {1}}
     named = {name for name in counts if "head" in name and "dim" not in name and "group" not in name}
     return HeadInfo(heads, kv_heads, head_dim, tuple(sorted(named & _used_by_methods(module.__class__))))
 
@@ -214,7 +247,7 @@ def _used_by_methods(cls: type) -> frozenset[str]:
         for name, method in vars(owner).items():
             if isfunction(method) and name != "__init__":
                 with suppress(OSError):  # a class typed at a prompt has no source
-                    used.update(re.findall(r"\bself\.(\w+)", getsource(unwrap(method))))
+                    used.update(re.findall(r"\bself\.((?:config\.)?\w+)", getsource(unwrap(method))))
     return frozenset(used)
 
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from shardplan.diagnostics import Diagnostic, Location, PlanError
 from shardplan.document import PlanFile, RuleOptions
@@ -14,6 +15,7 @@ from shardplan.mesh import parse_mesh
 from shardplan.patterns import Pattern, parse_pattern
 from shardplan.plan import NULL, Layer, MixedPrecision, Plan, Recompute, Reference, Rule, Unit
 from shardplan.resources import plans_folder, shipped_plans
+from shardplan.sections import Section
 from shardplan.source import KeyPath, Source, read_source, shown
 from shardplan.validate import closest, validate
 
@@ -114,8 +116,7 @@ class _Build:
                 continue
             where = self.source.locate(path)
             if isinstance(value, RuleOptions):
-                ends = _conversion(value.input), _conversion(value.output)
-                yield Rule(pattern, value.style, where, self.layer, *ends)
+                yield Rule(pattern, value.style, where, self.layer, **_options(value))
             else:
                 yield Rule(pattern, NULL if value is None else value, where, self.layer)
 
@@ -157,6 +158,17 @@ class _Build:
                 self.findings.append(
                     Diagnostic("SP011", message, where, key, hint="remove the line and write the rules out")
                 )
+
+
+def _options(stated: RuleOptions) -> dict[str, Any]:
+    sections = (section for entry in stated.sections or () for section in entry.items())
+    return {
+        "input": _conversion(stated.input),
+        "output": _conversion(stated.output),
+        "dim": stated.dim,
+        "sections": tuple(Section(name, size) for name, size in sections),
+        "local_sizes": tuple(stated.local_sizes or ()),
+    }
 
 
 def _conversion(text: str | None) -> Conversion | None:

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 
-from shardplan.compiled import CompiledModule, CompiledParameter, CompiledPlan, CompiledUnit, Head
+from shardplan.compiled import (
+    CompiledModule,
+    CompiledParameter,
+    CompiledPlan,
+    CompiledSection,
+    CompiledUnit,
+    Head,
+    LocalSize,
+)
 from shardplan.edges import GATHER_FOR_HEAD, HEAD_AFTER_GATHER, Edge, lower_edge
-from shardplan.inventory import ancestors
+from shardplan.inventory import Inventory, ancestors
+from shardplan.kv_heads import GROUPS, gather_heads, shared_heads
 from shardplan.layouts import REPLICATE, Conversion, shard
 from shardplan.mesh import MeshSpec
 from shardplan.residual import ResidualStream, input_conversion, output_conversion
@@ -17,6 +28,8 @@ from shardplan.styles import Gradient, Kind, Split, Style
 SPLIT_DIMS: dict[tuple[Kind, Split], dict[str, int]] = {
     (Kind.LINEAR, Split.OUTPUT): {"weight": 0, "bias": 0},
     (Kind.LINEAR, Split.INPUT): {"weight": 1},
+    (Kind.CONV1D, Split.OUTPUT): {"weight": 1, "bias": 0},
+    (Kind.CONV1D, Split.INPUT): {"weight": 0},
     (Kind.EMBEDDING, Split.INPUT): {"weight": 0},
     (Kind.EMBEDDING, Split.OUTPUT): {"weight": 1},
 }
@@ -31,7 +44,10 @@ def lower(resolved: ResolvedPlan, mesh: MeshSpec, *, sequence_parallel: bool) ->
     plan = resolved.plan
     stream = ResidualStream(resolved)
     head = _head(resolved)
-    modules = tuple(_module(module, is_head=head is not None and module.fqn == head.fqn) for module in resolved.modules)
+    lowering = _Lowering(resolved.inventory, mesh.tp, shared_heads(resolved, mesh.tp))
+    modules = tuple(
+        lowering.module(module, is_head=head is not None and module.fqn == head.fqn) for module in resolved.modules
+    )
     coupled = _head_reads_gather(resolved, stream)
     return CompiledPlan(
         name=plan.name,
@@ -99,49 +115,88 @@ def _couple_head(modules: tuple[CompiledModule, ...], gather: str, head: str) ->
 # ---------------------------------------------------------------- modules, parameters, units
 
 
-def _module(module: ResolvedModule, *, is_head: bool) -> CompiledModule:
-    style = module.style
-    return CompiledModule(
-        fqn=module.fqn,
-        path=module.info.path,
-        class_name=module.info.class_name,
-        style=style.name if style else "",
-        where=module.rule.where if module.rule else None,
-        layer=module.rule.layer if module.rule else None,
-        parameters=tuple(_parameter(parameter, module) for parameter in module.parameters),
-        block=module.block,
-        input=_edge(input_conversion(module), read_in_parts=style is not None and style.reads_in_parts),
-        # The head's output is not an edge: its logits leave as one DTensor.
-        output=None if is_head else _edge(output_conversion(module), read_in_parts=False),
-        splits_vocabulary=style is not None and style.split is Split.INPUT and module.info.kind is Kind.EMBEDDING,
-        positions=style is not None and style.positions,
-        native=style.native if style else None,
-    )
+@dataclass(frozen=True, slots=True)
+class _Lowering:
+    """Lowers module by module, with the sizes of the modules around at hand."""
 
+    inventory: Inventory
+    tp: int
+    shared_heads: Mapping[str, int]
 
-def _parameter(parameter: ResolvedParameter, module: ResolvedModule) -> CompiledParameter:
-    info, style = parameter.info, parameter.style
-    dim = split_dim(style, module, info.name)
-    return CompiledParameter(
-        fqn=info.fqn,
-        name=info.name,
-        shape=info.shape,
-        nbytes=info.nbytes,
-        identity=info.identity,
-        placement=REPLICATE if dim is None else shard(dim),
-        gradient=_gradient(style, module, replicated=dim is None),
-        added_once=dim is None and style is not None and style.split is Split.INPUT,
-    )
+    def module(self, module: ResolvedModule, *, is_head: bool) -> CompiledModule:
+        style = module.style
+        return CompiledModule(
+            fqn=module.fqn,
+            path=module.info.path,
+            class_name=module.info.class_name,
+            style=style.name if style else "",
+            where=module.rule.where if module.rule else None,
+            layer=module.rule.layer if module.rule else None,
+            parameters=tuple(self._parameter(parameter, module) for parameter in module.parameters),
+            block=module.block,
+            input=_edge(input_conversion(module), read_in_parts=style is not None and style.reads_in_parts),
+            # The head's output is not an edge: its logits leave as one DTensor.
+            output=None if is_head else self._output(module),
+            splits_vocabulary=style is not None and style.split is Split.INPUT and module.info.kind is Kind.EMBEDDING,
+            positions=style is not None and style.positions,
+            local_sizes=tuple(self._local_sizes(module)),
+            native=style.native if style else None,
+        )
+
+    def _parameter(self, parameter: ResolvedParameter, module: ResolvedModule) -> CompiledParameter:
+        info, style = parameter.info, parameter.style
+        dim = split_dim(style, module, info.name)
+        added_once = dim is None and info.name == "bias" and style is not None and style.adds_bias_once
+        return CompiledParameter(
+            fqn=info.fqn,
+            name=info.name,
+            shape=info.shape,
+            nbytes=info.nbytes,
+            identity=info.identity,
+            placement=REPLICATE if dim is None else shard(dim),
+            gradient=Gradient.COMPLETE if added_once else _gradient(style, module, replicated=dim is None),
+            added_once=added_once,
+            sections=tuple(self._sections(style, module.fqn)) if style and dim is not None else (),
+        )
+
+    def _sections(self, style: Style, fqn: str) -> Iterator[CompiledSection]:
+        start = 0
+        for section in style.sections:
+            length = section.length(partial(self.inventory.size, fqn=fqn))
+            yield CompiledSection(section.name, start, length)
+            start += length
+
+    def _output(self, module: ResolvedModule) -> Edge | None:
+        if module.fqn in self.shared_heads and module.info.kind.is_linear:
+            return gather_heads(self.shared_heads[module.fqn])
+        return _edge(output_conversion(module), read_in_parts=False)
+
+    def _local_sizes(self, module: ResolvedModule) -> Iterator[LocalSize]:
+        """What the style says, what kinds of modules keep about themselves, and the repetitions of KV heads."""
+        kind, style, sizes = module.info.kind, module.style, dict(module.info.sizes)
+        for name in style.local_sizes if style else ():
+            field = name.removeprefix("config.")
+            total = sizes[field] if field == name else dict(self.inventory.sizes)[field]
+            yield LocalSize(field, field != name, total, self.tp)
+        if kind is Kind.CONV1D and style is not None and style.split is Split.OUTPUT:
+            yield LocalSize("nf", False, sizes["nf"], self.tp)
+        if module.fqn in self.shared_heads and GROUPS in sizes:
+            yield LocalSize(GROUPS, False, sizes[GROUPS], self.shared_heads[module.fqn])
 
 
 def split_dim(style: Style | None, module: ResolvedModule, name: str) -> int | None:
     """The dim of parameter ``name`` that ``style`` cuts; None where it stays whole."""
-    return SPLIT_DIMS.get((module.info.kind, style.split), {}).get(name) if style else None
+    if style is None:
+        return None
+    if style.split is Split.DIM:
+        shape = next(parameter.info.shape for parameter in module.parameters if parameter.info.name == name)
+        return style.dim if style.dim < len(shape) else None
+    return SPLIT_DIMS.get((module.info.kind, style.split), {}).get(name)
 
 
 def _gradient(style: Style | None, module: ResolvedModule, *, replicated: bool) -> Gradient:
     """Inside a block whatever is not split works on one rank's part, whichever way it came to be replicated."""
-    if not replicated or style is None or style.split is not Split.NONE:
+    if not replicated or style is None or style.split in (Split.OUTPUT, Split.INPUT):
         return Gradient.COMPLETE
     return Gradient.PARTIAL if module.inside is not None else style.gradient
 

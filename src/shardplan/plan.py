@@ -8,6 +8,7 @@ from typing import Any, Literal
 from shardplan.diagnostics import Location
 from shardplan.layouts import STREAM, Conversion
 from shardplan.patterns import Pattern
+from shardplan.sections import Section
 
 NULL = "null"
 
@@ -35,6 +36,9 @@ class Rule:
         style: a style name; ``NULL`` for a written ``null``; ``None`` for a mapping that states edges only.
         input, output: the edges that the line states, overriding the style's own.
         where, layer: its provenance.
+        dim: that `shard` cuts; None leaves the style's own.
+        sections: what the packed parameters of the module consist of.
+        local_sizes: attributes that count what is cut.
         native: a ``torch`` ``ParallelStyle`` given from Python instead of a style name, applied as it stands.
     """
 
@@ -44,18 +48,32 @@ class Rule:
     layer: Layer
     input: Conversion | None = None
     output: Conversion | None = None
+    dim: int | None = None
+    sections: tuple[Section, ...] = ()
+    local_sizes: tuple[str, ...] = ()
     native: Any = None
 
     def says(self) -> tuple[object, ...]:
         """What the rule decides, without its pattern and provenance: two rules that say the same do not conflict."""
-        return (self.style, self.input, self.output, self.native)
+        return (self.style, self.input, self.output, self.dim, self.sections, self.local_sizes, self.native)
 
     @property
     def spoken(self) -> str:
         """The same for people, as a plan writes it; a torch style by its class."""
-        edges = [f"{side}: {edge}" for side, edge in (("input", self.input), ("output", self.output)) if edge]
+        options = {
+            "input": self.input,
+            "output": self.output,
+            "dim": self.dim,
+            "sections": _listed(self.sections),
+            "local_sizes": _listed(self.local_sizes),
+        }
+        stated = (f"{name}: {value}" for name, value in options.items() if value not in (None, ""))
         name = type(self.native).__name__ if self.native is not None else self.style
-        return ", ".join(filter(None, ("null (replicated on purpose)" if name == NULL else name, *edges)))
+        return ", ".join(filter(None, ("null (replicated on purpose)" if name == NULL else name, *stated)))
+
+
+def _listed(values: tuple[object, ...]) -> str:
+    return f"[{', '.join(map(str, values))}]" if values else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,9 +80,8 @@ def _conversion(module: ResolvedModule, side: str) -> Conversion | None:
         return None
     if side == "input" and module.info.kind is Kind.EMBEDDING:
         return None  # ids are not an activation
-    stated: Conversion | None = getattr(module.rule, side)
     own: Conversion | None = getattr(module.style, side) if module.block is None else None
-    return stated or own
+    return module.stated[side] or own
 
 
 def _turns(conversion: Conversion | None, source: Layout, target: Layout) -> bool:

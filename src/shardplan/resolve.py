@@ -8,11 +8,12 @@ reaches down is compared as if its pattern ended in ``.**``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Generic, TypeVar
 
 from shardplan.inventory import Inventory, ModuleInfo, ParameterInfo, ancestors
+from shardplan.layouts import Conversion
 from shardplan.patterns import Alternative, Pattern, Specificity
 from shardplan.plan import NULL, Plan, Recompute, Rule, Unit
 from shardplan.styles import EDGES_ONLY, REPLICATED_ON_PURPOSE, STYLES, Split, Style
@@ -22,16 +23,24 @@ Line = TypeVar("Line", Rule, Unit, Recompute)
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A rule that speaks about one name. ``direct`` is False where the claim reaches down from a module above."""
+    """A rule that speaks about one name.
+
+    Attributes:
+        style: None where the rule names a style that nobody knows.
+        direct: False where a claim reaches down from a module above.
+        part: the rule's style is made of parts, and this is the one for the name: it speaks of it directly, with the
+            precedence of a claim from above.
+    """
 
     rule: Rule
     alternative: Alternative
-    style: Style | None  # None: the rule names a style that nobody knows
+    style: Style | None
     direct: bool
+    part: bool = False
 
     @property
     def precedence(self) -> tuple[int, Specificity]:
-        return self.rule.layer.rank, self.alternative.specificity(subtree=not self.direct)
+        return self.rule.layer.rank, self.alternative.specificity(subtree=self.part or not self.direct)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +84,7 @@ class ResolvedModule:
         rule, style: the winning direct rule; None where no rule speaks or a claim from above overrides it.
         block: fqn of the nearest module above whose style opens a block.
         speakers: every rule that spoke about the module, the winner first.
+        part: the rule speaks of a module above, whose style has a part for this one.
     """
 
     info: ModuleInfo
@@ -83,6 +93,14 @@ class ResolvedModule:
     parameters: tuple[ResolvedParameter, ...]
     block: str | None
     speakers: tuple[Candidate, ...]
+    part: bool = False
+
+    @property
+    def stated(self) -> Mapping[str, Conversion | None]:
+        """The edges that the rule itself states for the module, by side."""
+        if self.rule is None or self.part:
+            return {"input": None, "output": None}
+        return {"input": self.rule.input, "output": self.rule.output}
 
     @property
     def fqn(self) -> str:
@@ -206,7 +224,13 @@ def _style_of(rule: Rule, styles: Mapping[str, Style]) -> Style | None:
         return Style(type(rule.native).__name__, "applied as it stands", subtree=True, native=rule.native)
     if rule.style is None:
         return EDGES_ONLY
-    return REPLICATED_ON_PURPOSE if rule.style == NULL else styles.get(rule.style)
+    style = REPLICATED_ON_PURPOSE if rule.style == NULL else styles.get(rule.style)
+    return style and replace(
+        style,
+        dim=style.dim if rule.dim is None else rule.dim,
+        sections=rule.sections or style.sections,
+        local_sizes=rule.local_sizes or style.local_sizes,
+    )
 
 
 def _candidates(rules: Iterable[Matched[Rule]], styles: Mapping[str, Style]) -> dict[str, list[Candidate]]:
@@ -216,6 +240,9 @@ def _candidates(rules: Iterable[Matched[Rule]], styles: Mapping[str, Style]) -> 
         for match in matched.matches:
             for fqn in match.fqns:
                 found.setdefault(fqn, []).append(Candidate(matched.line, match.alternative, style, direct=True))
+                for name, part in style.parts if style else ():
+                    candidate = Candidate(matched.line, match.alternative, part, direct=True, part=True)
+                    found.setdefault(f"{fqn}.{name}", []).append(candidate)
     return found
 
 
@@ -247,6 +274,7 @@ class _Resolver:
             parameters=parameters,
             block=block,
             speakers=speakers,
+            part=winner is not None and winner.part,
         )
 
     def _parameter(self, info: ParameterInfo, of_module: tuple[Candidate, ...]) -> ResolvedParameter:

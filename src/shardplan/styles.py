@@ -6,18 +6,20 @@ A row is all there is to a style: `lower` reads it, and nothing else in the comp
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
 from shardplan.layouts import PARTIAL, REPLICATE, STREAM, Conversion, shard
+from shardplan.sections import Section
 
 
 class Split(Enum):
-    """Which side of a weight is cut over tp: its output features, its input features, or neither."""
+    """Which side of a weight is cut over tp: its output features, its input features, a dim by number, or neither."""
 
     OUTPUT = "output"
     INPUT = "input"
+    DIM = "dim"
     NONE = "none"
 
 
@@ -33,8 +35,13 @@ class Kind(Enum):
     """What a module is, as far as splitting its parameters goes."""
 
     LINEAR = "Linear"
+    CONV1D = "Conv1D"  # transformers' linear of GPT-2, whose weight is (in, out)
     EMBEDDING = "Embedding"
     OTHER = "other"
+
+    @property
+    def is_linear(self) -> bool:
+        return self in (Kind.LINEAR, Kind.CONV1D)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +59,12 @@ class Style:
         subtree: whether the claim reaches down to the parameters of submodules, where a rule that is no more specific
             speaks about them.
         opens_block: whether what is below computes on local tensors between this module's two edges.
+        dim: of each parameter, that `Split.DIM` cuts.
+        sections: what a packed parameter consists of along the dim that is cut; each is cut on its own.
+        local_sizes: attributes of the module, ``config.`` before those of its config, that count what is cut: each rank
+            reads its share.
+        parts: styles of what lies below, by name; a rule that is more specific may say otherwise.
+        bias_once: a whole linear whose input is a part of a sum: each rank adds its share of the bias.
         positions: whether the module is handed the positions of the full sequence, also where the embedding's output,
             from which models count them, is cut.
         native: a torch ``ParallelStyle`` that is applied as it stands; the row then says nothing about layouts.
@@ -67,8 +80,18 @@ class Style:
     claims: bool = True
     subtree: bool = False
     opens_block: bool = False
+    dim: int = 0
+    sections: tuple[Section, ...] = ()
+    local_sizes: tuple[str, ...] = ()
+    parts: tuple[tuple[str, Style], ...] = ()
+    bias_once: bool = False
     positions: bool = False
     native: Any = None
+
+    @property
+    def adds_bias_once(self) -> bool:
+        """Whether a bias that stays whole goes into a sum over tp, into which each rank puts its share of it."""
+        return self.bias_once or self.split is Split.INPUT
 
     @property
     def reads_in_parts(self) -> bool:
@@ -77,39 +100,76 @@ class Style:
 
 
 _SPLIT_OUTPUT = Conversion(shard(-1), shard(-1))
+_LINEARS = (Kind.LINEAR, Kind.CONV1D)
+
+_COLWISE = Style(
+    "colwise",
+    "cut a Linear's output features, or an Embedding's columns; each rank computes its own",
+    split=Split.OUTPUT,
+    kinds=(*_LINEARS, Kind.EMBEDDING),
+    input=Conversion(REPLICATE, REPLICATE),
+    output=_SPLIT_OUTPUT,
+)
+_ROWWISE = Style(
+    "rowwise",
+    "cut a Linear's input features, or an Embedding's rows; the partial outputs add up over tp",
+    split=Split.INPUT,
+    kinds=(*_LINEARS, Kind.EMBEDDING),
+    input=_SPLIT_OUTPUT,
+    output=Conversion(PARTIAL, REPLICATE),
+)
+_SHARD = Style(
+    "shard",
+    "cut one dim of each parameter, the first unless `dim` says another; for parameters beside the linears of a block",
+    split=Split.DIM,
+)
+_BLOCK = Style(
+    "block",
+    "attention or MLP: one conversion in, one out, local tensors between",
+    input=Conversion(STREAM, REPLICATE),
+    output=Conversion(PARTIAL, STREAM),
+    claims=False,
+    opens_block=True,
+)
+
+# Dao and Gu 2024, section 8.2: heads and groups of a Mamba-2 mixer are independent up to its output projection. Its
+# kernels read the weights of conv1d, norm and out_proj themselves, so nothing but its own edges converts activations.
+_SSM = "n_groups * ssm_state_size"
+_CONVOLVED = (Section("x", "intermediate_size"), Section("B", _SSM), Section("C", _SSM))
+_MAMBA2 = replace(
+    _BLOCK,
+    name="mamba2",
+    summary="a Mamba-2 mixer whole: a block whose projections, convolution and norm are cut by head and by group",
+    local_sizes=("num_heads", "n_groups", "intermediate_size", "conv_dim"),
+    parts=(
+        (
+            "in_proj",
+            replace(_COLWISE, sections=(Section("z", "intermediate_size"), *_CONVOLVED, Section("dt", "num_heads"))),
+        ),
+        ("conv1d", replace(_SHARD, sections=_CONVOLVED, local_sizes=("groups", "in_channels", "out_channels"))),
+        *((name, _SHARD) for name in ("A_log", "D", "dt_bias", "norm")),
+        ("out_proj", _ROWWISE),
+    ),
+)
 
 STYLES: dict[str, Style] = {
     style.name: style
     for style in (
-        Style(
-            "colwise",
-            "cut a Linear's output features, or an Embedding's columns; each rank computes its own",
-            split=Split.OUTPUT,
-            kinds=(Kind.LINEAR, Kind.EMBEDDING),
-            input=Conversion(REPLICATE, REPLICATE),
-            output=_SPLIT_OUTPUT,
-        ),
+        _COLWISE,
         Style(
             "colwise_gather_output",
             "colwise, then gather the output features on every rank",
             split=Split.OUTPUT,
-            kinds=(Kind.LINEAR,),
+            kinds=_LINEARS,
             input=Conversion(REPLICATE, REPLICATE),
             output=Conversion(shard(-1), REPLICATE),
         ),
-        Style(
-            "rowwise",
-            "cut a Linear's input features, or an Embedding's rows; the partial outputs add up over tp",
-            split=Split.INPUT,
-            kinds=(Kind.LINEAR, Kind.EMBEDDING),
-            input=_SPLIT_OUTPUT,
-            output=Conversion(PARTIAL, REPLICATE),
-        ),
+        _ROWWISE,
         Style(
             "rowwise_split_input",
             "rowwise, taking each rank's part out of a replicated input",
             split=Split.INPUT,
-            kinds=(Kind.LINEAR,),
+            kinds=_LINEARS,
             input=Conversion(REPLICATE, shard(-1)),
             output=Conversion(PARTIAL, REPLICATE),
         ),
@@ -144,13 +204,14 @@ STYLES: dict[str, Style] = {
         Style("replicate", "replicated on purpose, like a written null", subtree=True),
         Style("rotary", "position tables: replicated, computed for the full sequence", subtree=True, positions=True),
         Style(
-            "block",
-            "attention or MLP: one conversion in, one out, local tensors between",
-            input=Conversion(STREAM, REPLICATE),
-            output=Conversion(PARTIAL, STREAM),
-            claims=False,
-            opens_block=True,
+            "replicated_behind_parts",
+            "a whole linear whose input is a part of a sum over tp: its gradient is summed and its bias added once",
+            gradient=Gradient.PARTIAL,
+            bias_once=True,
         ),
+        _SHARD,
+        _BLOCK,
+        _MAMBA2,
     )
 }
 

@@ -132,7 +132,7 @@ def check_ties(target: Target) -> Iterator[Diagnostic]:
 
 def _hint(target: Target, fqns: list[str]) -> str:
     modules = [target.resolved.by_fqn[next(ancestors(fqn))] for fqn in fqns]
-    styles = {Kind.EMBEDDING: "embedding_rowwise", Kind.LINEAR: "colwise"}
+    styles = {Kind.EMBEDDING: "embedding_rowwise", Kind.LINEAR: "colwise", Kind.CONV1D: "colwise"}
     if {module.info.kind for module in modules} == set(styles):
         rules = [f"`{target.spell(general(m.fqn))}: {styles[m.info.kind]}`" for m in modules]
         return f"{listed(rules)} both cut the vocabulary"

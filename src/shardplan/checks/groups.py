@@ -12,7 +12,7 @@ from shardplan.layouts import PARTIAL, REPLICATE, Layout, shard
 from shardplan.plan import Rule
 from shardplan.residual import input_conversion, output_conversion
 from shardplan.resolve import ResolvedModule, ResolvedPlan
-from shardplan.styles import Gradient, Kind, Split
+from shardplan.styles import Gradient, Split
 
 FEATURES = shard(-1)
 
@@ -66,7 +66,7 @@ def find_groups(resolved: ResolvedPlan, faulty: FaultyRules) -> Iterator[Group]:
     """The groups whose rules are not at fault already."""
     members: dict[str, list[Member]] = {}
     for module in resolved.modules:
-        if module.info.kind is Kind.LINEAR and module.fqn != resolved.inventory.head:
+        if module.info.kind.is_linear and module.fqn != resolved.inventory.head:
             around = module.block if module.block is not None else next(ancestors(module.fqn), "")
             members.setdefault(around, []).append(_member(module))
     for owner in resolved.modules:

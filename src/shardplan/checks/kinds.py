@@ -52,12 +52,15 @@ def _contradiction(module: ResolvedModule, claim: Rule) -> Diagnostic:
     )
 
 
+_OF_LINEARS = (Split.OUTPUT, Split.INPUT)
+
+
 def check_unknown_parameters(target: Target) -> Iterator[Diagnostic]:
     """SP105: a style that splits knows every parameter of its module: a subclass may own more than weight and bias."""
     seen: set[tuple[str, str]] = set()
     for module in target.resolved.modules:
         style, rule = module.style, module.rule
-        if style is None or rule is None or style.split is Split.NONE or module in target.faulty.unfit:
+        if style is None or rule is None or style.split not in _OF_LINEARS or module in target.faulty.unfit:
             continue
         for parameter in module.parameters:
             fqn = general(parameter.info.fqn)
@@ -124,7 +127,7 @@ def check_parameters(target: Target) -> Iterator[Diagnostic]:
                 continue
             written = split_dim(parameter.style, module, parameter.info.name)
             due = split_dim(module.style, module, parameter.info.name)
-            if written == due:
+            if written == due or parameter.style.split is Split.DIM:
                 continue
             if module.rule is not None and parameter.info.fqn not in _directly(target, claim):
                 yield _contradiction(module, claim)

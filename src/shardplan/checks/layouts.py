@@ -15,7 +15,7 @@ from shardplan.layouts import REPLICATE, STREAM, Conversion, Layout
 from shardplan.plan import Rule
 from shardplan.residual import input_conversion, output_conversion
 from shardplan.resolve import ResolvedModule
-from shardplan.styles import Gradient, Kind, Split
+from shardplan.styles import Gradient, Split
 
 
 def check_conversions(target: Target) -> Iterator[Diagnostic]:
@@ -82,7 +82,7 @@ def _inside(target: Target, group: Group) -> dict[tuple[str, int], list[Resolved
     repeated: dict[tuple[str, int], list[ResolvedModule]] = {}
     for member in target.resolved.children(group.owner.fqn):
         taken, given = input_conversion(member), output_conversion(member)
-        takes_features = taken is not None and taken.source == FEATURES and member.info.kind is Kind.LINEAR
+        takes_features = taken is not None and taken.source == FEATURES and member.info.kind.is_linear
         if taken and not takes_features and _converts(target, member, taken):
             repeated.setdefault(("input", id(member.rule)), []).append(member)
         if given and _converts(target, member, given) and not (ends and given.target == ends.source == REPLICATE):
@@ -101,7 +101,7 @@ def _end(target: Target, group: Group) -> Iterator[Diagnostic]:
 
 def _stated(member: Member) -> bool:
     """Whether `_inside` speaks about the output already."""
-    return member.rule is not None and member.rule.output is not None
+    return member.module.stated["output"] is not None
 
 
 def check_places(target: Target) -> Iterator[Diagnostic]:
@@ -117,7 +117,7 @@ def check_places(target: Target) -> Iterator[Diagnostic]:
             continue
         if module.rule is None or module.block is not None or target.explained(module.fqn):
             continue
-        if module.info.kind is Kind.LINEAR and _cut_features(module) and module.fqn != target.resolved.inventory.head:
+        if module.info.kind.is_linear and _cut_features(module) and module.fqn != target.resolved.inventory.head:
             if module.fqn not in grouped:
                 if not _group_is_at_fault(target, module):
                     yield from (fault(target, module, text, wanted) for text, wanted in _misplaced(target, module))
@@ -190,11 +190,7 @@ def _around(target: Target, module: ResolvedModule) -> tuple[Layout, tuple[Layou
         return STREAM, (REPLICATE,)
     if module.fqn == inventory.embedding:
         return REPLICATE, (REPLICATE, STREAM)
-    if (
-        module.style is not None
-        and module.style.gradient is Gradient.STREAM
-        and not (module.rule and module.rule.output)
-    ):
+    if module.style is not None and module.style.gradient is Gradient.STREAM and not module.stated["output"]:
         return STREAM, (STREAM,)  # `check_gradients` says where that is wrong
     return REPLICATE, (REPLICATE,)
 

@@ -188,7 +188,7 @@ def _may_be_omitted(target: Target, fqn: str) -> bool:
         return False
     around = next(ancestors(module), "")
     siblings = (m for m in target.resolved.modules if m.fqn and next(ancestors(m.fqn)) == around)
-    splits = [m for m in siblings if m.info.kind is Kind.LINEAR and m.style and m.style.split is not Split.NONE]
+    splits = [m for m in siblings if m.info.kind.is_linear and m.style and m.style.split is not Split.NONE]
     return len(splits) < 2
 
 

@@ -103,7 +103,7 @@ def _disordered(target: Target, group: Group) -> list[Diagnostic]:
             return [_fault(target, group, message, f"{_names(tuple(members))} cut alike", _ALIKE, (other, *members))]
     width = _stream_width(target)
     for consumer in group.of_role("consumer") if group.is_block and width else ():
-        given = _weight(consumer)[0]
+        given = consumer.module.info.features[0]
         if given != width:
             message = (
                 f"{consumer.name} is rowwise and gives {given} features, but {group.name} gives the stream {width}"
@@ -151,42 +151,3 @@ def _style(member: Member) -> str:
 
 def _names(members: tuple[Member, ...]) -> str:
     return listed([member.name for member in members]) if members else ""
-
-
-# ---------------------------------------------------------------- SP105
-
-
-def check_packed(target: Target) -> Iterator[Diagnostic]:
-    """SP105: a colwise linear that packs several projections, whose columns are not those that the next one takes."""
-    for group in target.groups:
-        producers, consumers = group.of_role("producer"), group.of_role("consumer")
-        if len(producers) != 1 or len(consumers) != 1 or not (rule := producers[0].rule):
-            continue
-        columns, rows = _weight(producers[0])[0], _weight(consumers[0])[1]
-        if columns == rows:
-            continue
-        fqn, sections = general(producers[0].module.fqn), _sections(group, columns, rows)
-        yield Diagnostic(
-            "SP105",
-            f"{fqn} gives {columns} features and {consumers[0].name} takes {rows}: it packs {sections}, and a plain "
-            "cut would give each rank parts of some of them only",
-            where=rule.where,
-            subject=fqn,
-            expected="a style that cuts each packed section on its own",
-            hint=f"unpack {producers[0].name} in the model, or replicate the pair: no style cuts sections yet",
-        )
-
-
-def _weight(member: Member) -> tuple[int, ...]:
-    return next(p.info.shape for p in member.module.parameters if p.info.name == "weight")
-
-
-def _sections(group: Group, columns: int, rows: int) -> str:
-    heads = group.owner.info.attention
-    if heads and columns == (heads.heads + 2 * heads.kv_heads) * heads.head_dim:
-        sizes = [heads.heads * heads.head_dim] + 2 * [heads.kv_heads * heads.head_dim]
-    elif columns % rows == 0:
-        sizes = [rows] * (columns // rows)
-    else:
-        return "sections"
-    return f"sections of {', '.join(map(str, sizes))}"

@@ -21,7 +21,7 @@ def check_side_parameters(target: Target) -> Iterator[Diagnostic]:
     if not target.mesh.has_tp:
         return
     for group in target.groups:
-        widths = {_weight(member.module).shape[0]: member.name for member in group.of_role("producer")}
+        widths = {member.module.info.features[0]: member.name for member in group.of_role("producer")}
         for module in _beside(target, group):
             for parameter in module.parameters:
                 covered = _covered(parameter.info, group.owner, module, widths)
@@ -64,10 +64,6 @@ def _counts_heads(shape: tuple[int, ...], heads: HeadInfo, *, of_owner: bool) ->
 def _is_cut(parameter: ResolvedParameter) -> bool:
     style = parameter.style
     return style is not None and (style.split is not Split.NONE or style.native is not None)
-
-
-def _weight(module: ResolvedModule) -> ParameterInfo:
-    return next(p.info for p in module.parameters if p.info.name == "weight")
 
 
 def _fault(target: Target, parameter: ResolvedParameter, covered: str) -> Diagnostic:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from math import gcd
 
+from shardplan.checks.groups import FEATURES
 from shardplan.checks.names import general, last
+from shardplan.checks.packed import section_lengths
 from shardplan.checks.target import Target, listed
-from shardplan.diagnostics import Diagnostic, Location
-from shardplan.inventory import ancestors
+from shardplan.diagnostics import Diagnostic, Location, Severity
+from shardplan.inventory import HeadInfo, ancestors
+from shardplan.kv_heads import replicas
 from shardplan.lower import split_dim
-from shardplan.resolve import ResolvedModule
+from shardplan.residual import input_conversion, output_conversion
+from shardplan.resolve import ResolvedModule, ResolvedParameter
 from shardplan.styles import Kind, Split
 
 
@@ -25,41 +28,79 @@ def check_heads(target: Target) -> Iterator[Diagnostic]:
             "SP201",
             f"tp={target.mesh.tp} does not divide the heads of {name}: {heads.heads} heads, {heads.kv_heads} KV heads, "
             f"head_dim {heads.head_dim}",
-            where=module.rule.where if module.rule else target.resolved.plan.where,
+            where=_where(target, module),
             subject=name,
-            expected=f"a tp that divides both: {_degrees(gcd(heads.heads, heads.kv_heads))}",
-            hint="choose one of these degrees; KV heads are not replicated",
+            expected=f"a tp that divides the heads, and the KV heads or is a multiple of them: {_head_degrees(heads)}",
+            hint="choose one of these degrees",
         )
+
+
+def check_shared_heads(target: Target) -> Iterator[Diagnostic]:
+    """SP215, a note: more ranks than KV heads, so that neighbours gather the heads that they share."""
+    for fqn, shared in target.shared_heads.items():
+        module = target.resolved.by_fqn[fqn]
+        if module.info.attention is not None:
+            kv_heads, tp = module.info.attention.kv_heads, target.mesh.tp
+            names = listed([last(other) for other in target.shared_heads if next(ancestors(other), None) == fqn])
+            yield Diagnostic(
+                "SP215",
+                f"KV heads replicated x{shared} in {general(fqn)}, which has {kv_heads} for tp={tp}; {names} stay cut "
+                "over all ranks",
+                where=_where(target, module),
+                subject=general(fqn),
+                expected=f"at no cost: a tp up to {kv_heads}",
+                hint=f"it costs an all-gather of each of their outputs among {shared} neighbours in the forward, a "
+                "reduce-scatter in the backward",
+                severity=Severity.NOTE,
+            )
 
 
 def check_head_counts(target: Target) -> Iterator[Diagnostic]:
     """SP210: attention whose methods count all heads by an attribute, where a rank has only some of them."""
     for module in _with_cut_heads(target) if target.mesh.has_tp else ():
-        heads = module.info.attention
-        projections = [
-            m for m in target.resolved.modules if next(ancestors(m.fqn), None) == module.fqn and _cuts_output(m)
-        ]
-        if heads is not None and heads.hard_coded and len(projections) > 1:  # a packed one is reported as such
-            name, attributes = general(module.fqn), listed([f"self.{attribute}" for attribute in heads.hard_coded])
+        heads, style = module.info.attention, module.style
+        local = style.local_sizes if style else ()
+        counted = [name for name in heads.hard_coded if name not in local] if heads else []
+        if heads is not None and counted and not _packs_plainly(target, module):
+            name, attributes = general(module.fqn), listed([f"self.{attribute}" for attribute in counted])
             yield Diagnostic(
                 "SP210",
                 f"{name}, a {module.info.class_name}, shapes its activations by {attributes}, "
                 f"the number of all {heads.heads} heads",
-                where=module.rule.where if module.rule else target.resolved.plan.where,
+                where=_where(target, module),
                 subject=name,
-                expected="attention that takes the number of heads from its activations: view(..., -1, head_dim)",
-                hint="write it so in the model, or replicate the attention with null, without a block around it",
+                expected="attention that takes the number of heads from its activations, or local sizes",
+                hint=f"have each rank read its share: `local_sizes: [{', '.join((*local, *counted))}]` in the rule for "
+                f"{target.spell(name)}",
             )
+
+
+def _packs_plainly(target: Target, module: ResolvedModule) -> bool:
+    """Whether the only projection inside is a packed one without sections, which is reported as such."""
+    projections = [m for m in target.resolved.modules if next(ancestors(m.fqn), None) == module.fqn and _cuts_output(m)]
+    return len(projections) < 2 and not any(m.style and m.style.sections for m in projections)
+
+
+def _where(target: Target, module: ResolvedModule) -> Location:
+    return module.rule.where if module.rule else target.resolved.plan.where
 
 
 def _torn(target: Target) -> list[ResolvedModule]:
     """Attention modules with cut linears inside whose heads tp does not divide."""
-    tp = target.mesh.tp
     return [
         module
         for module in _with_cut_heads(target)
-        if (heads := module.info.attention) is not None and (heads.heads % tp or heads.kv_heads % tp)
+        if (heads := module.info.attention) is not None and not _fits(heads, target, module)
     ]
+
+
+def _fits(heads: HeadInfo, target: Target, module: ResolvedModule) -> bool:
+    tp = target.mesh.tp
+    return heads.heads % tp == 0 and (heads.kv_heads % tp == 0 or module.fqn in target.shared_heads)
+
+
+def _head_degrees(heads: HeadInfo) -> str:
+    return _degrees(tp for tp in range(1, heads.heads + 1) if heads.kv_heads % tp == 0 or replicas(heads, tp) > 1)
 
 
 def _cuts_output(module: ResolvedModule) -> bool:
@@ -79,23 +120,24 @@ class _Cut:
 
     length: int
     place: str
-    vocabulary: bool
+    gathered: bool
     where: Location
     names: list[str] = field(default_factory=list)
 
 
 def check_dims(target: Target) -> Iterator[Diagnostic]:
-    """SP202: tp divides every dim that is cut; a vocabulary need only have something for every rank."""
+    """SP202: every rank gets something of every dim that is cut, and equal parts where they are gathered again."""
     tp = target.mesh.tp
     for cut in _cuts(target):
         chunk = -(-cut.length // tp)
-        if cut.vocabulary and chunk * (tp - 1) >= cut.length:
-            problem = f"would be cut into {_shards(cut.length, tp)}: a rank without a row"
+        problem = f"would be cut into {_shards(cut.length, tp)}"
+        if chunk * (tp - 1) >= cut.length:
+            problem += ": a rank without a row"
             expected, hint = "at least one row for every rank", "choose a smaller tp"
-        elif not cut.vocabulary and cut.length % tp:
-            problem = f"would be cut into {_shards(cut.length, tp)}"
-            expected = f"a tp that divides {cut.length}: {_degrees(cut.length)}"
-            hint = f"choose one of these degrees, or change the model's {cut.length}"
+        elif cut.gathered and cut.length % tp:
+            problem += ", which an edge cannot gather or scatter"
+            expected = f"a tp that divides {cut.length}: {_degrees(_divisors(cut.length))}"
+            hint = f"choose one of these degrees, change the model's {cut.length}, or leave the features cut"
         else:
             continue
         names = list(dict.fromkeys(cut.names))
@@ -105,9 +147,9 @@ def check_dims(target: Target) -> Iterator[Diagnostic]:
 
 
 def _cuts(target: Target) -> list[_Cut]:
-    """Every dim that is cut, once: over all layers, and for all who share it."""
+    """Every dim, and every section of one, that is cut, once: over all layers, and for all who share it."""
     torn = {module.fqn for module in _torn(target)}
-    cuts: dict[tuple[str, int], _Cut] = {}
+    cuts: dict[tuple[str, int, bool], _Cut] = {}
     for module in target.resolved.modules:
         vocabulary = _is_vocabulary(target, module)
         parent = module.block if module.block is not None else next(ancestors(module.fqn), "")
@@ -116,10 +158,27 @@ def _cuts(target: Target) -> list[_Cut]:
             dim = split_dim(parameter.style, module, parameter.info.name)
             if dim is None or parameter.claim is None or not torn.isdisjoint(ancestors(module.fqn)):
                 continue
-            length, said = parameter.info.shape[dim], f"{place}: " if place else ""
-            cut = cuts.setdefault((place, length), _Cut(length, said, vocabulary, parameter.claim.where))
-            cut.names.append(general(module.fqn) if vocabulary else last(module.fqn))
+            said, gathered = f"{place}: " if place else "", not vocabulary and _is_gathered(module)
+            for length in _lengths(target, module, parameter, parameter.info.shape[dim]):
+                new = _Cut(length, said, gathered, parameter.claim.where)
+                cut = cuts.setdefault((place, length, gathered), new)
+                cut.names.append(general(module.fqn) if vocabulary else last(module.fqn))
     return list(cuts.values())
+
+
+def _lengths(target: Target, module: ResolvedModule, parameter: ResolvedParameter, whole: int) -> tuple[int, ...]:
+    lengths = section_lengths(target.resolved.inventory, module, parameter.style)
+    return lengths if lengths and sum(lengths) == whole else (whole,)
+
+
+def _is_gathered(module: ResolvedModule) -> bool:
+    """Whether an edge turns cut features into whole ones or the other way round."""
+    return any(
+        conversion is not None
+        and FEATURES in (conversion.source, conversion.target)
+        and conversion.source.kind != conversion.target.kind
+        for conversion in (input_conversion(module), output_conversion(module))
+    )
 
 
 def _is_vocabulary(target: Target, module: ResolvedModule) -> bool:
@@ -132,6 +191,10 @@ def _shards(length: int, tp: int) -> str:
     return "+".join(str(max(0, min(chunk, length - rank * chunk))) for rank in range(tp))
 
 
-def _degrees(length: int) -> str:
-    degrees = [str(degree) for degree in range(1, length + 1) if length % degree == 0]
-    return listed(degrees if len(degrees) <= 12 else [*degrees[:12], "more"], "or")
+def _divisors(length: int) -> Iterator[int]:
+    return (degree for degree in range(1, length + 1) if length % degree == 0)
+
+
+def _degrees(degrees: Iterable[int]) -> str:
+    found = [str(degree) for degree in degrees]
+    return listed(found if len(found) <= 12 else [*found[:12], "more"], "or")

@@ -9,6 +9,7 @@ from functools import cached_property
 from shardplan.checks.faulty import FaultyRules
 from shardplan.checks.groups import Group, find_groups
 from shardplan.diagnostics import Location
+from shardplan.kv_heads import shared_heads
 from shardplan.mesh import MeshSpec
 from shardplan.plan import Recompute, Rule, Unit
 from shardplan.residual import ResidualStream
@@ -36,6 +37,11 @@ class Target:
     def groups(self) -> tuple[Group, ...]:
         """What is cut together, as far as its rules are not at fault already."""
         return tuple(find_groups(self.resolved, self.faulty))
+
+    @cached_property
+    def shared_heads(self) -> dict[str, int]:
+        """Attention modules and their projections whose KV heads are fewer than the ranks of tp: see `kv_heads`."""
+        return shared_heads(self.resolved, self.mesh.tp)
 
     def explained(self, fqn: str) -> bool:
         """Whether a faulty rule, which is reported as such, leaves nothing more to say of a module or parameter."""

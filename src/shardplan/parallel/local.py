@@ -11,7 +11,9 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from shardplan.compiled import CompiledModule, CompiledParameter
 from shardplan.parallel.collectives import ScaleGradient, ScaleValue
@@ -28,7 +30,7 @@ class ReadsLocally:
     fused kernels hand ``self.out_proj.weight`` to a function.
     """
 
-    tp_stream: Stream
+    tp_sections: dict[str, tuple[int, tuple[str, ...]]]  # packed parameters: the dim, and the names of its sections
     tp_readers: dict[str, Reader]
     tp_summed: dict[str, Tensor | None]  # local views whose gradients are summed over tp, where no FSDP2 unit does it
     tp_reading = False
@@ -49,6 +51,16 @@ class ReadsLocally:
         return [self, *(child for child in children.values() if isinstance(child, ReadsLocally))]
 
 
+class JoinsSections(ReadsLocally):
+    """Also owns packed parameters, which lie in sections and are joined while ``forward`` runs."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.__dict__.get("tp_sections", ()):
+            _, stored = self.tp_sections[name]
+            raise AttributeError(f"{name} is kept as {', '.join(stored)}; shardplan.hf_state_dict gives it whole")
+        return super().__getattr__(name)  # type: ignore[misc]  # nn.Module's
+
+
 class ReadsOwnRows(ReadsLocally):
     """An Embedding that holds a range of the rows; ids of other ranks' rows contribute zero to the sum over tp."""
 
@@ -61,14 +73,19 @@ class ReadsOwnRows(ReadsLocally):
         return super().forward(rows.masked_fill(elsewhere, 0)).masked_fill(elsewhere.unsqueeze(-1), 0)
 
 
-def read_locally(module: Any, compiled: CompiledModule, stream: Stream) -> None:
-    """Turn ``module``, whose parameters are DTensors over tp by now, into one that reads them locally."""
+def read_locally(module: Any, compiled: CompiledModule, stream: Stream | None) -> None:
+    """Turn ``module``, whose parameters are in place by now, into one that reads them locally.
+
+    Without a stream there is no tp: all that is done is to join the sections of packed parameters.
+    """
     names = tuple(parameter.name for parameter in compiled.parameters)
-    mixin = ReadsOwnRows if compiled.splits_vocabulary else ReadsLocally
-    module.tp_stream, module.tp_summed = stream, {}
-    module.tp_readers = {parameter.name: _reader(parameter, stream) for parameter in compiled.parameters}
-    if isinstance(module, nn.Embedding) and compiled.splits_vocabulary:
+    splits_vocabulary = stream is not None and compiled.splits_vocabulary
+    module.tp_summed = {}
+    module.tp_sections = {p.name: (p.placement.dim, p.stored_names) for p in compiled.parameters if p.sections}
+    module.tp_readers = {p.name: _reader(p, stream) if stream else _as_it_is for p in compiled.parameters}
+    if splits_vocabulary and stream:
         _number_rows(module, stream)
+    mixin = ReadsOwnRows if splits_vocabulary else JoinsSections if module.tp_sections else ReadsLocally
     module.__class__ = _local_class(module.__class__, mixin, names)
 
 
@@ -79,11 +96,27 @@ def _local_class(cls: type, mixin: type, names: tuple[str, ...]) -> type:
 
 
 def _read(name: str, module: Any) -> Any:
+    if name in module.tp_sections:
+        return _joined(name, module)
     parameter = module._parameters[name]
     if not module.tp_reading:
         return parameter
     summed = module.tp_summed.get(name)
-    return module.tp_readers[name](parameter.to_local() if summed is None else summed)
+    return module.tp_readers[name](_local(parameter) if summed is None else summed)
+
+
+def _joined(name: str, module: Any) -> Tensor:
+    """This rank's part of every section, side by side, as the module's own forward knows them."""
+    if not module.tp_reading:
+        raise AttributeError(name)
+    dim, stored = module.tp_sections[name]
+    return torch.cat([_local(module._parameters[section]) for section in stored], dim)
+
+
+def _local(parameter: Any) -> Tensor:
+    """FSDP2 has put plain tensors in the place of parameters that only dp shards."""
+    local: Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return local
 
 
 def _reader(parameter: CompiledParameter, stream: Stream) -> Reader:

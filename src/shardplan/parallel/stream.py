@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ class Stream:
         cut_by_embedding: whether the model sees a cut embedding output, from which it cannot build a mask.
         cut: whether the running one does.
         length: its full sequence length.
+        neighbours: the groups of so many neighbouring tp ranks.
     """
 
     ranks: Ranks
@@ -31,11 +33,14 @@ class Stream:
     cut_by_embedding: bool = False
     cut: bool = False
     length: int = 0
+    neighbours: Mapping[int, Ranks] = field(default_factory=dict)
 
     def convert(self, x: Tensor, edge: Edge) -> Tensor:
         """Run ``edge`` in the mode of the running forward."""
         collective = edge.cut if self.cut else edge.whole
-        return x if collective is None else convert(x, collective, self.ranks)
+        if collective is None:
+            return x
+        return convert(x, collective, self.neighbours[collective.within] if collective.within else self.ranks)
 
 
 def begin(stream: Stream, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -9,13 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from shardplan.compiled import CompiledModule, CompiledParameter
+from shardplan.compiled import CompiledModule
 from shardplan.edges import Edge
 from shardplan.parallel.local import read_locally
+from shardplan.parallel.sizes import localise
 from shardplan.parallel.stream import Stream, full_positions
+
+Identity = tuple[int, str]
 
 
 @dataclass
@@ -25,21 +28,26 @@ class LocalStyle(ParallelStyle):
     Attributes:
         compiled: what to do.
         stream: the model's residual stream.
-        placed: parameters already placed, by identity; a tied parameter stays one. Shared by a model's styles.
+        placed: parameters already placed, by identity and section; a tied one stays one. Shared by a model's styles.
     """
 
     compiled: CompiledModule
     stream: Stream
-    placed: dict[int, nn.Parameter] = field(default_factory=dict)
+    placed: dict[Identity, nn.Parameter] = field(default_factory=dict)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if self.compiled.native is not None:
             applied: nn.Module = self.compiled.native._apply(module, device_mesh)
             return applied
+        split_sections(module, self.compiled)
         for parameter in self.compiled.parameters:
-            self._place(module, parameter, device_mesh)
+            placement = Shard(parameter.placement.dim or 0) if parameter.sharded else Replicate()
+            for name in parameter.stored_names:
+                identity = parameter.identity, name if parameter.sections else ""
+                self._place(module, name, placement, device_mesh, identity)
         if self.compiled.parameters:
             read_locally(module, self.compiled, self.stream)
+        localise(module, self.compiled.local_sizes, self.stream.ranks)
         if self.compiled.positions and self.stream.cut_by_embedding:
             module.register_forward_pre_hook(partial(full_positions, self.stream), with_kwargs=True)
         if self.compiled.input is not None:
@@ -49,15 +57,31 @@ class LocalStyle(ParallelStyle):
             module.register_forward_hook(partial(_convert_output, self.stream, self.compiled.output))
         return module
 
-    def _place(self, module: nn.Module, parameter: CompiledParameter, mesh: DeviceMesh) -> None:
+    def _place(self, module: nn.Module, name: str, placement: Placement, mesh: DeviceMesh, identity: Identity) -> None:
         """Each rank keeps its part of its own weights: nothing is sent."""
-        current = module._parameters[parameter.name]
-        assert current is not None
-        if id(current) not in self.placed:
-            placement = Shard(parameter.placement.dim or 0) if parameter.sharded else Replicate()
+        if identity not in self.placed:
+            current = module._parameters[name]
+            assert current is not None
             local = distribute_tensor(current.detach(), mesh, [placement], src_data_rank=None)
-            self.placed[id(current)] = nn.Parameter(local, requires_grad=current.requires_grad)
-        module._parameters[parameter.name] = self.placed[id(current)]
+            self.placed[identity] = nn.Parameter(local, requires_grad=current.requires_grad)
+        module._parameters[name] = self.placed[identity]
+
+
+def split_sections(module: nn.Module, compiled: CompiledModule) -> None:
+    """Put the sections of packed parameters, each a parameter of its own, in the place of the whole."""
+    packed = {parameter.name: parameter for parameter in compiled.parameters if parameter.sections}
+    if not packed:
+        return
+    before = dict(module._parameters)
+    module._parameters.clear()
+    for name, current in before.items():
+        if name not in packed or current is None:
+            module._parameters[name] = current
+            continue
+        dim = packed[name].placement.dim or 0
+        for stored, section in zip(packed[name].stored_names, packed[name].sections, strict=True):
+            part = current.detach().narrow(dim, section.start, section.length).clone()
+            module._parameters[stored] = nn.Parameter(part, requires_grad=current.requires_grad)
 
 
 def _convert_input(

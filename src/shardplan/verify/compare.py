@@ -25,6 +25,7 @@ from shardplan.styles import Style
 from shardplan.verify.activations import first_difference
 from shardplan.verify.trail import Trail
 from shardplan.verify.weights import randomise
+from shardplan.weights import stored_parameters
 
 # The contract, in fp32 on gloo.
 LOGITS = 1e-5  # largest absolute difference, beside the same share of the largest logit
@@ -181,10 +182,10 @@ class _Pair:
             for model, optimizer in zip(models, optimizers, strict=True):
                 torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
                 optimizer.step()
-        trained = dict(self.sharded.named_parameters())
-        yield from _replicas({name: parameter.detach() for name, parameter in trained.items()})
+        yield from _replicas({name: parameter.detach() for name, parameter in self.sharded.named_parameters()})
+        trained = stored_parameters(self.sharded)
         for name, wanted in reversed(list(self.reference.named_parameters())):
-            difference = (_whole(trained[name].detach()) - wanted.detach()).norm().item()
+            difference = (trained[name].whole() - wanted.detach()).norm().item()
             if not difference <= PARAMETER * wanted.norm().item() + PARAMETER_LR * LR * sqrt(wanted.numel()):
                 yield Deviation("parameter", name, f"off by {difference:.1e}", "")
 
@@ -198,16 +199,17 @@ class _Pair:
 
     def _gradients(self) -> Iterator[Deviation]:
         """From the loss backwards: the first that is wrong stands nearest to what makes the others wrong."""
-        gradients = {name: p.grad for name, p in self.sharded.named_parameters() if p.grad is not None}
-        yield from _replicas(gradients)
+        yield from _replicas({name: p.grad for name, p in self.sharded.named_parameters() if p.grad is not None})
+        stored = stored_parameters(self.sharded)
         wanted = {name: p.grad for name, p in self.reference.named_parameters() if p.grad is not None}
         total = sqrt(sum(grad.norm().item() ** 2 for grad in wanted.values()))
         for name, expected in reversed(list(wanted.items())):
-            if name not in gradients:
+            gradient = stored[name].gradient()
+            if gradient is None:
                 yield Deviation("gradient", name, "missing", "")
                 continue
             size = expected.norm().item()
-            difference = (_whole(gradients[name]) - expected).norm().item()
+            difference = (gradient - expected).norm().item()
             if not difference <= GRADIENT * size + FLOOR * total:
                 yield Deviation("gradient", name, f"off by {100 * difference / (size + 1e-30):.2g} % of its norm", "")
 
@@ -275,7 +277,7 @@ def _whole(tensor: Any) -> Tensor:
 
 def _names(reference: nn.Module, sharded: nn.Module) -> Iterator[Deviation]:
     """A tie that came apart gives a name more."""
-    expected, actual = ([name for name, _ in model.named_parameters()] for model in (reference, sharded))
+    expected, actual = [name for name, _ in reference.named_parameters()], list(stored_parameters(sharded))
     for name in dict.fromkeys((*expected, *actual)):
         if (name in expected) != (name in actual):
             side = "the unsharded" if name in expected else "the sharded"

@@ -1,0 +1,157 @@
+"""Checks of packed weights: sections that a plan should declare, and those that it declares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from shardplan.checks.groups import Group
+from shardplan.checks.names import general
+from shardplan.checks.target import Target, listed
+from shardplan.diagnostics import Diagnostic
+from shardplan.inventory import Inventory
+from shardplan.lower import split_dim
+from shardplan.resolve import ResolvedModule
+from shardplan.sections import UnknownSizeError
+from shardplan.styles import Style
+
+
+def check_packed(target: Target) -> Iterator[Diagnostic]:
+    """SP105: a colwise linear that packs several projections, whose columns are not those that the next one takes."""
+    for group in target.groups:
+        producers, consumers = group.of_role("producer"), group.of_role("consumer")
+        if len(producers) != 1 or len(consumers) != 1 or not (rule := producers[0].rule):
+            continue
+        columns, rows = producers[0].module.info.features[0], consumers[0].module.info.features[1]
+        style = producers[0].module.style
+        if columns == rows or (style and style.sections):
+            continue
+        fqn, sections = general(producers[0].module.fqn), _sections(group, columns, rows)
+        yield Diagnostic(
+            "SP105",
+            f"{fqn} gives {columns} features and {consumers[0].name} takes {rows}: it packs {sections}, and a plain "
+            "cut would give each rank parts of some of them only",
+            where=rule.where,
+            subject=fqn,
+            expected="a style that cuts each packed section on its own",
+            hint=f"declare them: `{target.spell(fqn)}: {{style: colwise, sections: [{_declared(group, rows)}]}}`",
+        )
+
+
+def _sections(group: Group, columns: int, rows: int) -> str:
+    heads = group.owner.info.attention
+    if _packs_attention(group, columns) and heads:
+        sizes = [heads.heads * heads.head_dim] + 2 * [heads.kv_heads * heads.head_dim]
+    elif columns % rows == 0:
+        sizes = [rows] * (columns // rows)
+    else:
+        return "sections"
+    return f"sections of {', '.join(map(str, sizes))}"
+
+
+def _packs_attention(group: Group, columns: int) -> bool:
+    heads = group.owner.info.attention
+    return heads is not None and columns == (heads.heads + 2 * heads.kv_heads) * heads.head_dim
+
+
+def _declared(group: Group, rows: int) -> str:
+    """Sections as a plan may write them, as far as the widths tell."""
+    columns = group.of_role("producer")[0].module.info.features[0]
+    if _packs_attention(group, columns):
+        kv = "num_key_value_heads * head_dim"
+        return f"q: num_attention_heads * head_dim, k: {kv}, v: {kv}"
+    if columns == 2 * rows:
+        return f"gate: {rows}, up: {rows}"
+    return ", ".join(f"part{number}: {rows}" for number in range(columns // rows)) if columns % rows == 0 else "..."
+
+
+# ---------------------------------------------------------------- SP214
+
+
+def section_lengths(inventory: Inventory, module: ResolvedModule, style: Style | None) -> tuple[int, ...] | None:
+    """How long the sections of a style are at a module; None where it has none, or a size that nobody knows."""
+    lookup = partial(inventory.size, fqn=module.fqn)
+    try:
+        return tuple(section.length(lookup) for section in style.sections) or None if style else None
+    except UnknownSizeError:
+        return None
+
+
+def check_sections(target: Target) -> Iterator[Diagnostic]:
+    """SP214: sections fill the dim that is cut, their names differ, and somebody knows their sizes."""
+    for module in target.resolved.modules:
+        style, rule = module.style, module.rule
+        if style is None or rule is None or not style.sections or target.explained(module.fqn):
+            continue
+        problem = _misfit(target, module, style)
+        if problem:
+            message, expected = problem
+            yield Diagnostic(
+                "SP214",
+                f"sections of {general(module.fqn)}: {message}",
+                where=rule.where,
+                subject=general(module.fqn),
+                expected=expected,
+                hint="sizes are sums and products of numbers, attributes of the modules around, and config fields",
+            )
+
+
+def _misfit(target: Target, module: ResolvedModule, style: Style) -> tuple[str, str] | None:
+    inventory = target.resolved.inventory
+    cut = {p.info.name: dim for p in module.parameters if (dim := split_dim(style, module, p.info.name)) is not None}
+    if not cut:
+        return f"{style.name} cuts no parameter of it", "sections with a style that cuts: colwise or shard"
+    names = [section.name for section in style.sections]
+    if len(set(names)) < len(names):
+        return f"two of {listed(names)} have one name", "a name for each"
+    try:
+        lengths = [section.length(partial(inventory.size, fqn=module.fqn)) for section in style.sections]
+    except UnknownSizeError as unknown:
+        return f"nobody knows '{unknown}'", "the name of a whole number"
+    tied = {p.identity for group in inventory.ties for p in group}
+    for parameter in module.parameters:
+        dim = cut.get(parameter.info.name)
+        if dim is not None and parameter.info.shape[dim] != sum(lengths):
+            spelled = " + ".join(map(str, lengths))
+            return (
+                f"{spelled} is {sum(lengths)}, but {parameter.info.name} has {parameter.info.shape[dim]}",
+                f"sections that add up to {parameter.info.shape[dim]}",
+            )
+        if dim is not None and parameter.info.identity in tied:
+            return f"{parameter.info.name} is tied to another parameter", "a packed parameter of its own"
+    return None
+
+
+def check_local_sizes(target: Target) -> Iterator[Diagnostic]:
+    """SP214: local sizes are whole numbers that the module has. SP201: tp divides them."""
+    inventory = target.resolved.inventory
+    for module in target.resolved.modules if target.mesh.has_tp else ():
+        style, rule = module.style, module.rule
+        if style is None or rule is None:
+            continue
+        has = {**dict(module.info.sizes), **{f"config.{name}": value for name, value in inventory.sizes}}
+        name = general(module.fqn)
+        for attribute in style.local_sizes:
+            if attribute not in has:
+                yield Diagnostic(
+                    "SP214",
+                    f"{name}, a {module.info.class_name}, has no whole number {attribute}",
+                    where=rule.where,
+                    subject=name,
+                    expected=f"one of {listed(sorted(dict(module.info.sizes)), 'or')}" if module.info.sizes else "",
+                    hint="local_sizes are attributes of the module, or config.<field>",
+                )
+            elif has[attribute] % target.mesh.tp and module.info.attention is None:
+                yield Diagnostic(
+                    "SP201",
+                    f"tp={target.mesh.tp} does not divide {attribute}={has[attribute]} of {name}",
+                    where=rule.where,
+                    subject=name,
+                    expected=f"a tp that divides it: {_divisors(has[attribute])}",
+                    hint="choose one of these degrees",
+                )
+
+
+def _divisors(number: int) -> str:
+    found = [str(degree) for degree in range(1, number + 1) if number % degree == 0]
+    return listed(found if len(found) <= 12 else [*found[:12], "more"], "or")

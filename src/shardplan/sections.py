@@ -1,0 +1,64 @@
+"""Packed parameters: which sections lie side by side along the dim that is cut, and how long each of them is.
+
+A plan names them in order, each with a size: ``[gate: intermediate_size, up: intermediate_size]``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+
+# Sums of products of whole numbers and names; one language for plan files and their JSON Schema.
+SIZE_REGEX = r"^ *[A-Za-z0-9_]+( *[*+] *[A-Za-z0-9_]+)* *(?!\n)$"
+NAME_REGEX = r"^[A-Za-z][A-Za-z0-9]*(?!\n)$"
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One section: its name, and its size as a plan writes it."""
+
+    name: str
+    size: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.size}"
+
+    def length(self, lookup: Callable[[str], int | None]) -> int:
+        """Its entries along the packed dim.
+
+        Args:
+            lookup: the value of a name; None where nobody knows it.
+
+        Raises:
+            UnknownSizeError: with the name that ``lookup`` does not know.
+        """
+        return sum(prod(_value(factor, lookup) for factor in term.split("*")) for term in self.size.split("+"))
+
+
+class UnknownSizeError(ValueError):
+    """A name that neither the modules around nor the config know; it is the exception's argument."""
+
+
+def _value(factor: str, lookup: Callable[[str], int | None]) -> int:
+    name = factor.strip()
+    if name.isdigit():
+        return int(name)
+    if (found := lookup(name)) is None:
+        raise UnknownSizeError(name)
+    return found
+
+
+def parse_section(name: str, size: str | int) -> Section:
+    """Read one section.
+
+    Raises:
+        ValueError: the name or the size is not of the form that a plan may write.
+    """
+    text = str(size)
+    if not re.search(NAME_REGEX, name):
+        raise ValueError(f"'{name}' is not a name for a section: write letters and digits, a letter first")
+    if not re.search(SIZE_REGEX, text):
+        raise ValueError(f"'{text}' is not a size: write numbers and names of config fields with * and + between them")
+    return Section(name, text)

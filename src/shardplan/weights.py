@@ -1,0 +1,163 @@
+"""A sharded model's tensors under the names and in the row order of the unsharded one: out and in, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from shardplan.apply import applied_to
+
+MOST_NAMED = 5  # tensors that a message lists
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One tensor of the unsharded model, and what a sharded one keeps for it: tensors side by side along ``dim``."""
+
+    name: str
+    parts: tuple[Tensor, ...]
+    dim: int = 0
+
+    def whole(self) -> Tensor:
+        """Gathered, and a tensor of its own; every rank calls it."""
+        return join(tuple(part.detach() for part in self.parts), self.dim)
+
+    def gradient(self) -> Tensor | None:
+        """Of the whole, gathered; every rank calls it. None where no part has one."""
+        grads = tuple(part.grad for part in self.parts if part.grad is not None)
+        return join(grads, self.dim) if len(grads) == len(self.parts) else None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole."""
+        shape = list(self.parts[0].shape)
+        if len(self.parts) > 1:
+            shape[self.dim] = sum(part.shape[self.dim] for part in self.parts)
+        return tuple(shape)
+
+
+def stored_tensors(model: nn.Module) -> Iterator[Stored]:
+    """Parameters and persistent buffers in the order of the unsharded model's ``state_dict()``; tied ones repeat.
+
+    Raises:
+        ValueError: no plan was applied to ``model``.
+    """
+    applied = applied_to(model)
+    if applied is None:
+        raise ValueError("no plan was applied to this model: call apply_plan first, or state_dict() instead")
+    for compiled in applied.compiled.modules:
+        module = applied.compiled.find(model, compiled.fqn)
+        for parameter in compiled.parameters:
+            parts = tuple(module.get_parameter(name) for name in parameter.stored_names)
+            yield Stored(parameter.fqn, parts, parameter.placement.dim or 0)
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield Stored(f"{compiled.fqn}.{name}" if compiled.fqn else name, (buffer,))
+
+
+def stored_parameters(model: nn.Module) -> dict[str, Stored]:
+    """The parameters among them, tied ones once, as ``named_parameters()`` of the unsharded model gives them."""
+    first: dict[int, Stored] = {}
+    for entry in stored_tensors(model):
+        if isinstance(entry.parts[0], nn.Parameter):
+            first.setdefault(id(entry.parts[0]), entry)
+    return {entry.name: entry for entry in first.values()}
+
+
+@torch.no_grad()
+def hf_state_dict(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Names and whole tensors of ``model`` as the unsharded model has them, gathered one at a time.
+
+    Packed parameters, which a sharded model keeps in sections, come out whole and in their own row order.
+
+    Args:
+        model: a model that `apply_plan` has sharded. Every rank iterates in step: each tensor is a collective.
+
+    Yields:
+        In the order of the unsharded model's ``state_dict()``, every name that is there, tied ones too, with a tensor
+        on the model's device that shares no memory with it.
+
+    Raises:
+        ValueError: no plan was applied to ``model``.
+    """
+    for stored in stored_tensors(model):
+        yield stored.name, stored.whole()
+
+
+@torch.no_grad()
+def load_hf_state_dict(model: nn.Module, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
+    """Copy whole tensors, named and ordered as in the unsharded model, into a sharded one; nothing is sent.
+
+    Args:
+        model: a model that `apply_plan` has sharded.
+        tensors: by name, in any order, the same on every rank; or pairs, which are taken one at a time. Of names that
+            are tied one is enough. Dtypes and devices are converted to the model's.
+
+    Raises:
+        ValueError: no plan was applied; names are missing or unknown, or shapes differ. Each is named. Of a mapping
+            nothing is copied then, of pairs what came before.
+    """
+    stored = {entry.name: entry for entry in stored_tensors(model)}
+    if isinstance(tensors, Mapping):
+        _refuse(stored, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    seen: dict[str, tuple[int, ...]] = {}
+    for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
+        seen[name] = tuple(tensor.shape)
+        entry = stored.get(name)
+        if entry is not None and entry.shape == seen[name]:
+            _load(entry, tensor)
+    _refuse(stored, seen)
+
+
+def join(parts: tuple[Tensor, ...], dim: int) -> Tensor:
+    """The whole tensor of its parts, each gathered: a tensor of its own."""
+    whole = [part.full_tensor() if isinstance(part, DTensor) else part for part in parts]
+    return torch.cat(whole, dim) if len(whole) > 1 else whole[0].detach().clone()
+
+
+def _load(entry: Stored, tensor: Tensor) -> None:
+    lengths = [part.shape[entry.dim] for part in entry.parts] if len(entry.parts) > 1 else None
+    for part, whole in zip(entry.parts, tensor.split(lengths, entry.dim) if lengths else (tensor,), strict=True):
+        if isinstance(part, DTensor):
+            part.to_local().copy_(own_part(whole, part))
+        else:
+            part.copy_(whole)
+
+
+def own_part(whole: Tensor, like: DTensor) -> Tensor:
+    """What this rank holds of ``whole`` laid out as ``like``.
+
+    FSDP2 cuts what tp has cut already, so the axes are taken from the last to the first.
+    """
+    mesh = like.device_mesh
+    for axis, placement in reversed(list(enumerate(like.placements))):
+        if placement != Replicate():
+            dim: int = placement.dim  # type: ignore[attr-defined]  # Shard's, and that of a strided one
+            chunks = whole.chunk(mesh.size(axis), dim)
+            rank = mesh.get_local_rank(axis)
+            whole = chunks[rank] if rank < len(chunks) else chunks[0].narrow(dim, 0, 0)
+    return whole
+
+
+def _refuse(stored: Mapping[str, Stored], given: Mapping[str, tuple[int, ...]]) -> None:
+    present = {id(stored[name].parts[0]) for name in given if name in stored}
+    missing = [name for name, entry in stored.items() if name not in given and id(entry.parts[0]) not in present]
+    unknown = [name for name in given if name not in stored]
+    misshapen = [
+        f"{name} is {given[name]}, not {stored[name].shape}"
+        for name in given
+        if name in stored and given[name] != stored[name].shape
+    ]
+    found = {"missing": missing, "not in the model": unknown, "of another shape": misshapen}
+    problems = [f"{what}: {_some(names)}" for what, names in found.items() if names]
+    if problems:
+        raise ValueError(f"these tensors are not the model's: {'; '.join(problems)}")
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - MOST_NAMED
+    return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
