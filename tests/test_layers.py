@@ -8,7 +8,7 @@ import pytest
 
 from golden import ROOT
 from shardplan.api import check_plan
-from shardplan.diagnostics import Diagnostic
+from shardplan.diagnostics import Diagnostic, Severity
 from tiny_models import build_meta
 
 SHIPPED = ROOT / "plans" / "llama.yaml"
@@ -113,3 +113,59 @@ def test_separate_faults_are_all_said(tmp_path: Path) -> None:
         "nothing cuts",
         "nothing gathers",
     ]
+
+
+# ---------------------------------------------------------------- rules that were written for other models
+
+
+def lacking(folder: Path, text: str = "") -> list[Diagnostic]:
+    """The findings of a plan on top of the shipped one, for a model without one of the norms that it names."""
+    (folder / "plan.yaml").write_text(f"format: 1\nextends: llama\n{text}")
+    model = build_meta("llama")
+    for layer in model.get_submodule("model.layers").children():
+        layer.post_attention_layernorm = None  # type: ignore[assignment]
+    return list(check_plan(folder / "plan.yaml", model, "dp=2,tp=2", sequence_parallel=True))
+
+
+@pytest.mark.parametrize("rules", ["", "rules: {.norm: {style: sequence_parallel, output: stream -> replicate}}\n"])
+def test_an_inherited_rule_that_matches_nothing_is_a_warning(tmp_path: Path, rules: str) -> None:
+    """Whether or not the upper plan has rules of its own."""
+    (finding,) = lacking(tmp_path, rules)
+    assert (finding.code, finding.severity) == ("SP102", Severity.WARNING)
+    assert "'?'" not in finding.expected
+
+
+def test_what_an_inherited_rule_hints_at_can_be_done(tmp_path: Path) -> None:
+    (finding,) = lacking(tmp_path)
+    written = finding.hint.split("`")[1]
+    assert written == '".layers.*.post_attention_layernorm?": sequence_parallel'
+    assert lacking(tmp_path, f"rules:\n  {written}\n") == []
+
+
+def test_what_an_inherited_unit_hints_at_can_be_done(tmp_path: Path) -> None:
+    base = "format: 1\nextends: llama\nfsdp: {units: {.tower.*: {}}}\nrecompute: [.tower.*]\n"
+    (tmp_path / "base.yaml").write_text(base)
+    upper, model = "format: 1\nextends: base.yaml\n", build_meta("llama")
+    (tmp_path / "plan.yaml").write_text(upper)
+    unit, recompute = check_plan(tmp_path / "plan.yaml", model, "dp=2,tp=2")
+    assert {(f.code, f.severity) for f in (unit, recompute)} == {("SP108", Severity.WARNING)}
+    assert '`".tower.*?": {}` under `fsdp: units:`' in unit.hint
+    assert '`- ".tower.*?"` under `recompute:`' in recompute.hint
+    answered = 'fsdp:\n  units:\n    ".tower.*?": {}\nrecompute:\n- ".tower.*?"\n'
+    (tmp_path / "plan.yaml").write_text(upper + answered)
+    assert check_plan(tmp_path / "plan.yaml", model, "dp=2,tp=2") == ()
+
+
+def test_an_inherited_rule_that_does_nothing_is_not_the_plans_own(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("format: 1\nextends: llama\nrules: {.layers.*.mlp.act_fn: null}\n")
+    (tmp_path / "plan.yaml").write_text("format: 1\nextends: base.yaml\n")
+    model = build_meta("llama")
+    assert [finding.code for finding in check_plan(tmp_path / "base.yaml", model, "tp=2")] == ["SP110"]
+    assert check_plan(tmp_path / "plan.yaml", model, "tp=2") == ()
+
+
+def test_a_wrong_root_over_a_shipped_plan_is_one_error(tmp_path: Path) -> None:
+    (tmp_path / "plan.yaml").write_text("format: 1\nextends: llama\nroot: model.layers\n")
+    found = [f for f in check_plan(tmp_path / "plan.yaml", build_meta("llama"), "tp=2") if f.code == "SP102"]
+    assert [(str(f.where), f.severity) for f in found] == [(f"{tmp_path}/plan.yaml", Severity.ERROR)]
+    assert "write `root: [model]`" in found[0].hint

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from shardplan.checks.names import general, likeness, nearest
 from shardplan.diagnostics import Diagnostic
@@ -50,17 +51,29 @@ class FaultyRules:
 
     @cached_property
     def dead(self) -> tuple[Dead, ...]:
-        """Alternatives of the uppermost layer's rules that match nothing and are not optional."""
-        return tuple(dead for dead in self._all_dead if dead.rule.layer.rank == self._top)
+        """Alternatives that match nothing and that the plan can mend: its own, or under another root."""
+        return tuple(dead for dead in self._all_dead if self._is_own(dead) or self._under_wrong_root(dead))
 
     @cached_property
     def inherited(self) -> tuple[Dead, ...]:
         """The same of the layers below, which whoever wrote the upper one cannot mend. They explain nothing."""
-        return tuple(dead for dead in self._all_dead if dead.rule.layer.rank != self._top)
+        return tuple(dead for dead in self._all_dead if dead not in self.dead)
+
+    def _is_own(self, dead: Dead) -> bool:
+        return dead.rule.layer.rank == self._resolved.plan.rank
+
+    def _under_wrong_root(self, dead: Dead) -> bool:
+        return self._root_is_wrong and self.prefix in dead.elsewhere
 
     @cached_property
-    def _top(self) -> int:
-        return max((matched.line.layer.rank for matched in self._resolved.rules), default=0)
+    def _root_is_wrong(self) -> bool:
+        """Whether no pattern with a leading dot matches anything: `root` is then at fault, not the patterns."""
+        return not any(
+            match.fqns
+            for matched in self._resolved.rules
+            for written, match in zip(matched.line.pattern.alternatives, matched.matches, strict=True)
+            if written.relative
+        )
 
     @cached_property
     def _all_dead(self) -> tuple[Dead, ...]:
@@ -69,13 +82,14 @@ class FaultyRules:
             for matched in self._resolved.rules
             if not matched.line.pattern.optional
             for index, match in enumerate(matched.matches)
-            if not match.fqns
+            if not match.fqns and not is_answered(self._resolved.rules, matched, match)
         )
 
     @cached_property
     def prefix(self) -> str | None:
         """Where several dead rules would all match: a root that the plan should have named."""
-        prefixes = Counter(prefix for dead in self.dead for prefix in dead.elsewhere)
+        dead = (dead for dead in self._all_dead if self._root_is_wrong or self._is_own(dead))
+        prefixes = Counter(prefix for entry in dead for prefix in entry.elsewhere)
         best = prefixes.most_common(1)
         return best[0][0] if best and best[0][1] > 1 else None
 
@@ -187,6 +201,17 @@ def _does_the_same(module: ResolvedModule, row: Style) -> bool:
     other = replace(module, style=row)
     edges = (input_conversion, output_conversion)
     return all(edge(module) == edge(other) for edge in edges)
+
+
+def is_answered(lines: Iterable[Matched[Any]], below: Matched[Any], match: Match) -> bool:
+    """Whether a line of a higher layer repeats an alternative of one below, whose say is then its own."""
+    same = (match.alternative.tokens, match.alternative.classes)
+    return any(
+        (other.alternative.tokens, other.alternative.classes) == same
+        for matched in lines
+        if matched.line.layer.rank > below.line.layer.rank
+        for other in matched.matches
+    )
 
 
 def unknown_styles(rules: Iterable[Rule], styles: Mapping[str, Style]) -> Iterator[Diagnostic]:

@@ -18,13 +18,12 @@ from shardplan.styles import Kind, Split
 def check_idle_rules(target: Target) -> Iterator[Diagnostic]:
     """SP110: a rule decides something, unless others override it wherever it matches or there is nothing to decide.
 
-    Only rules of the uppermost layer are asked: those below were written for other models, too.
+    Only the plan's own rules are asked: those of layers below were written for other models, too.
     """
     deciding = {id(rule) for module in target.resolved.modules for rule in _decide(module)}
-    top = max((matched.line.layer.rank for matched in target.resolved.rules), default=0)
     for matched in target.resolved.rules:
         rule = matched.line
-        if rule.layer.rank != top or not matched.fqns or id(rule) in deciding or id(rule) in target.faulty.rules:
+        if target.inherited(rule) or not matched.fqns or id(rule) in deciding or id(rule) in target.faulty.rules:
             continue
         yield Diagnostic(
             "SP110",

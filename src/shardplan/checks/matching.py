@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from shardplan.checks.faulty import Dead, unknown_styles
+from shardplan.checks.faulty import Dead, is_answered, unknown_styles
 from shardplan.checks.members import left_whole
 from shardplan.checks.names import general, nearest
 from shardplan.checks.target import Target, count, listed, size
 from shardplan.diagnostics import Diagnostic, Severity
 from shardplan.inventory import ParameterInfo, ancestors
+from shardplan.plan import Recompute, Rule, Unit
 from shardplan.resolve import Match, Matched
 from shardplan.styles import Kind, Split
 
@@ -57,16 +58,22 @@ def check_dead_rules(target: Target) -> Iterator[Diagnostic]:
         if dead not in misplaced:
             yield _dead("SP102", target, dead.rule, dead.match, _way_out(dead))
     for dead in faulty.inherited:
-        yield _dead("SP102", target, dead.rule, dead.match, _way_out(dead), Severity.WARNING)
+        yield _dead("SP102", target, dead.rule, dead.match)
     for matched in plan.rules:
         for match in matched.matches:
             if not match.fqns and matched.line.pattern.optional and _is_near_miss(target, match):
                 yield _dead("SP102", target, matched.line, match, _suggestion(target.faulty.near(match)))
-    lines: tuple[Matched[Any], ...] = (*plan.units, *plan.recompute)
+    yield from _dead_lines(target, plan.units)
+    yield from _dead_lines(target, plan.recompute)
+
+
+def _dead_lines(target: Target, lines: tuple[Matched[Any], ...]) -> Iterator[Diagnostic]:
+    faulty = target.faulty
     for matched in lines:
         for written, match in zip(matched.line.pattern.alternatives, matched.matches, strict=True):
             found = dict(faulty.elsewhere(written.tokens, relative=written.relative))
-            if not match.fqns and not matched.line.pattern.optional and faulty.prefix not in found:
+            due = not matched.line.pattern.optional and not is_answered(lines, matched, match)
+            if not match.fqns and due and faulty.prefix not in found:
                 yield _dead("SP108", target, matched.line, match, _suggestion(target.faulty.near(match)))
 
 
@@ -74,7 +81,8 @@ def _misplaced(target: Target, dead: list[Dead]) -> Diagnostic:
     """Many rules that all look in one wrong place, as one finding."""
     prefix = target.faulty.prefix
     assert prefix is not None
-    root, first = target.resolved.root, dead[0]
+    plan, root = target.resolved.plan, target.resolved.root
+    first = next((entry for entry in dead if not target.inherited(entry.rule)), dead[0])
     fqns = {fqn for entry in dead for fqn in entry.elsewhere.get(prefix, ())}
     also = {other for entry in dead for other in entry.elsewhere} - {prefix}
     place = f" under {root}" if root else ""
@@ -82,7 +90,7 @@ def _misplaced(target: Target, dead: list[Dead]) -> Diagnostic:
         "SP102",
         f"{len(dead)} patterns match nothing{place} in {target.resolved.inventory.architectures[0]}, "
         f"such as {first.rule.pattern.text}",
-        where=first.rule.where,
+        where=plan.where if target.inherited(first.rule) else first.rule.where,
         subject=first.rule.pattern.text,
         expected=f"paths under {prefix}, where these patterns match {count(len(fqns), 'module')}"
         + (f" (some would also match under {listed(sorted(also))})" if also else ""),
@@ -90,10 +98,10 @@ def _misplaced(target: Target, dead: list[Dead]) -> Diagnostic:
     )
 
 
-def _dead(
-    code: str, target: Target, line: Any, match: Match, hint: str, severity: Severity = Severity.ERROR
-) -> Diagnostic:
+def _dead(code: str, target: Target, line: Rule | Unit | Recompute, match: Match, hint: str = "") -> Diagnostic:
+    """Of an inherited line only a warning: it was written for other models, too."""
     optional = line.pattern.optional
+    inherited = target.inherited(line) and not optional
     alternatives = len(line.pattern.alternatives)
     several = f", one of {alternatives} alternatives of {line.pattern}," if alternatives > 1 else ""
     return Diagnostic(
@@ -101,10 +109,24 @@ def _dead(
         f"{match.alternative.text}{several} matches nothing in {target.resolved.inventory.architectures[0]}",
         where=line.where,
         subject=match.alternative.text,
-        expected="" if optional else "at least one match for every alternative, or a final '?'",
-        hint=hint,
-        severity=Severity.NOTE if optional else severity,
+        expected="" if optional or inherited else "at least one match for every alternative, or a final '?'",
+        hint=_answer(target, line, match) if inherited else hint,
+        severity=Severity.NOTE if optional else Severity.WARNING if inherited else Severity.ERROR,
     )
+
+
+def _answer(target: Target, line: Rule | Unit | Recompute, match: Match) -> str:
+    """What to write in the upper plan where the lower one cannot be edited."""
+    pattern = f'"{target.spell(match.alternative.text)}?"'
+    if isinstance(line, Rule):
+        edges = [f"{side}: {edge}" for side, edge in (("input", line.input), ("output", line.output)) if edge]
+        options = ", ".join([f"style: {line.style}"] * (line.style is not None) + edges)
+        answer = f"{pattern}: {f'{{{options}}}' if edges else line.style}"
+    else:
+        answer = (
+            f"{pattern}: {{}}` under `fsdp: units:" if isinstance(line, Unit) else f"- {pattern}` under `recompute:"
+        )
+    return f"if this model has none, say so in the plan above: `{answer}`"
 
 
 def _way_out(dead: Dead) -> str:
