@@ -79,9 +79,9 @@ MEANING = {
     "SP211": "Right, and sometimes meant: it is said, and fails nothing.",
     "SP212": "Sharded logits and gathered logits exclude each other, and a loss takes one or the other.",
     "SP213": "torch reduces gradients in the dtype of the parameters in the forward, unless it is told otherwise.",
-    "SP214": "A packed weight is cut section by section, and modules read their share of what they count: names and sizes "
-    "that a rule declares must be there, and sections fill the weight.",
-    "SP215": "With more tp ranks than KV heads neighbours share a head: they gather its keys and values in each forward.",
+    "SP214": "A packed weight is cut section by section, and modules read their share of what they count: the names "
+    "that a rule gives must be there, and sections fill the weight.",
+    "SP215": "With more tp ranks than KV heads neighbours share a head and gather its keys and values in each forward.",
     "SP301": "Axes are known by name.",
     "SP302": "`apply_plan` was called twice on one model. Apply all layers in one call: "
     "`apply_plan(model, [plan, overlay], mesh)`.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 from shardplan.diagnostics import Location
@@ -210,4 +211,4 @@ class CompiledPlan:
             for edge in module.edges:
                 collective = edge.in_mode(self.sequence_parallel)
                 for direction, name in (collective.sends if collective else {}).items():
-                    yield module, direction, name
+                    yield from repeat((module, direction, name), collective.calls if collective else 0)

@@ -14,16 +14,32 @@ from shardplan.layouts import Conversion
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """So many features side by side, as one rank has them, and whether an edge converts them."""
+
+    width: int
+    converted: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Collective:
     """The two directions of one edge, by the names that `shardplan.parallel.collectives` gives them, along ``dim``.
 
-    ``within``: only so many neighbouring ranks take part; None stands for all of tp.
+    Attributes:
+        within: only so many neighbouring ranks take part; None stands for all of tp.
+        parts: the activation's last dim consists of these, and only some of them are converted, each by itself.
     """
 
     forward: str
     backward: str
     dim: int = 0
     within: int | None = None
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def calls(self) -> int:
+        """How often a direction that sends does so."""
+        return sum(part.converted for part in self.parts) if self.parts else 1
 
     @property
     def sends(self) -> dict[str, str]:

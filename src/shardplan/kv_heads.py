@@ -6,25 +6,53 @@ what the neighbours' query heads say about the head that they share.
 
 from __future__ import annotations
 
-from shardplan.edges import Collective, Edge
-from shardplan.inventory import HeadInfo, ModuleInfo, ancestors
+from dataclasses import dataclass
+
+from shardplan.edges import Collective, Edge, Part
+from shardplan.inventory import HeadInfo, ancestors
 from shardplan.layouts import Conversion, shard
-from shardplan.resolve import ResolvedPlan
+from shardplan.resolve import ResolvedModule, ResolvedPlan
+from shardplan.sections import UnknownSizeError, section_lengths
 from shardplan.styles import Split
 
 GROUPS = "num_key_value_groups"  # the attribute by which transformers' attention repeats KV heads
 
 
-def shared_heads(resolved: ResolvedPlan, tp: int) -> dict[str, int]:
-    """Attention modules, and their projections of keys and values, with how many ranks share each of their KV heads."""
-    found: dict[str, int] = {}
+@dataclass(frozen=True, slots=True)
+class SharedHeads:
+    """KV heads of which ``ranks`` neighbours share each one; ``parts`` of a packed projection's local output."""
+
+    ranks: int
+    parts: tuple[Part, ...] = ()
+
+    def gather(self) -> Edge:
+        """The output edge of a projection of keys or values: (..., head_dim / ranks) -> (..., head_dim)."""
+        collective = Collective("all_gather", "reduce_scatter", dim=-1, within=self.ranks, parts=self.parts)
+        return Edge(Conversion(shard(-1), shard(-1)), whole=collective, cut=collective)
+
+
+def shared_heads(resolved: ResolvedPlan, tp: int) -> dict[str, SharedHeads]:
+    """Attention modules, and their projections of keys and values, whose KV heads neighbouring ranks share."""
+    found: dict[str, SharedHeads] = {}
     for module in resolved.modules:
         above = resolved.by_fqn.get(next(ancestors(module.fqn), ""))
-        heads = above.info.attention if above else None
-        cut = module.info.kind.is_linear and module.style is not None and module.style.split is Split.OUTPUT
-        if above and heads and cut and projects_kv(module.info, heads) and (shared := replicas(heads, tp)) > 1:
-            found[above.fqn] = found[module.fqn] = shared
+        heads, style = above.info.attention if above else None, module.style
+        if not above or not heads or not style or not module.info.kind.is_linear or style.split is not Split.OUTPUT:
+            continue
+        ranks, kv_width = replicas(heads, tp), heads.kv_heads * heads.head_dim
+        lengths = _lengths(resolved, module) if style.sections else (module.info.features[0],)
+        if ranks > 1 and kv_width in lengths:
+            parts = tuple(Part(length // tp, length == kv_width) for length in lengths) if style.sections else ()
+            found[above.fqn] = found[module.fqn] = SharedHeads(ranks, parts)
     return found
+
+
+def _lengths(resolved: ResolvedPlan, module: ResolvedModule) -> tuple[int, ...]:
+    style = module.style
+    try:
+        return section_lengths(style.sections, resolved.inventory, module.fqn) if style else ()
+    except UnknownSizeError:
+        return ()  # `check` has refused it
 
 
 def replicas(heads: HeadInfo, tp: int) -> int:
@@ -34,12 +62,6 @@ def replicas(heads: HeadInfo, tp: int) -> int:
     return shared if divides and heads.kv_heads < heads.heads and shared > 1 else 1
 
 
-def projects_kv(linear: ModuleInfo, heads: HeadInfo) -> bool:
-    """Whether a linear of an attention module gives its keys or its values, as its width tells."""
-    return heads.kv_heads < heads.heads and linear.features[0] == heads.kv_heads * heads.head_dim
-
-
-def gather_heads(within: int) -> Edge:
-    """The output edge of such a linear: (..., head_dim / within) -> (..., head_dim)."""
-    collective = Collective("all_gather", "reduce_scatter", dim=-1, within=within)
-    return Edge(Conversion(shard(-1), shard(-1)), whole=collective, cut=collective)
+def counts_kv_heads(attribute: str) -> bool:
+    """Whether an attribute of attention counts KV heads, as its name tells."""
+    return "key_value_heads" in attribute or "kv_heads" in attribute

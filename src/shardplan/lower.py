@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 
 from shardplan.compiled import (
     CompiledModule,
@@ -17,11 +16,12 @@ from shardplan.compiled import (
 )
 from shardplan.edges import GATHER_FOR_HEAD, HEAD_AFTER_GATHER, Edge, lower_edge
 from shardplan.inventory import Inventory, ancestors
-from shardplan.kv_heads import GROUPS, gather_heads, shared_heads
+from shardplan.kv_heads import GROUPS, SharedHeads, counts_kv_heads, shared_heads
 from shardplan.layouts import REPLICATE, Conversion, shard
 from shardplan.mesh import MeshSpec
 from shardplan.residual import ResidualStream, input_conversion, output_conversion
 from shardplan.resolve import ResolvedModule, ResolvedParameter, ResolvedPlan
+from shardplan.sections import section_lengths
 from shardplan.styles import Gradient, Kind, Split, Style
 
 # (kind of module, side that is cut) -> the dim of each parameter. What is not named is replicated.
@@ -121,7 +121,7 @@ class _Lowering:
 
     inventory: Inventory
     tp: int
-    shared_heads: Mapping[str, int]
+    shared_heads: Mapping[str, SharedHeads]
 
     def module(self, module: ResolvedModule, *, is_head: bool) -> CompiledModule:
         style = module.style
@@ -161,27 +161,27 @@ class _Lowering:
 
     def _sections(self, style: Style, fqn: str) -> Iterator[CompiledSection]:
         start = 0
-        for section in style.sections:
-            length = section.length(partial(self.inventory.size, fqn=fqn))
+        for section, length in zip(style.sections, section_lengths(style.sections, self.inventory, fqn), strict=True):
             yield CompiledSection(section.name, start, length)
             start += length
 
     def _output(self, module: ResolvedModule) -> Edge | None:
         if module.fqn in self.shared_heads and module.info.kind.is_linear:
-            return gather_heads(self.shared_heads[module.fqn])
+            return self.shared_heads[module.fqn].gather()
         return _edge(output_conversion(module), read_in_parts=False)
 
     def _local_sizes(self, module: ResolvedModule) -> Iterator[LocalSize]:
         """What the style says, what kinds of modules keep about themselves, and the repetitions of KV heads."""
         kind, style, sizes = module.info.kind, module.style, dict(module.info.sizes)
+        shared = self.shared_heads[module.fqn].ranks if module.fqn in self.shared_heads else 1
         for name in style.local_sizes if style else ():
             field = name.removeprefix("config.")
             total = sizes[field] if field == name else dict(self.inventory.sizes)[field]
-            yield LocalSize(field, field != name, total, self.tp)
+            yield LocalSize(field, field != name, total, self.tp // shared if counts_kv_heads(field) else self.tp)
         if kind is Kind.CONV1D and style is not None and style.split is Split.OUTPUT:
             yield LocalSize("nf", False, sizes["nf"], self.tp)
-        if module.fqn in self.shared_heads and GROUPS in sizes:
-            yield LocalSize(GROUPS, False, sizes[GROUPS], self.shared_heads[module.fqn])
+        if shared > 1 and GROUPS in sizes:
+            yield LocalSize(GROUPS, False, sizes[GROUPS], shared)
 
 
 def split_dim(style: Style | None, module: ResolvedModule, name: str) -> int | None:

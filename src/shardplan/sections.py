@@ -6,9 +6,14 @@ A plan names them in order, each with a size: ``[gate: intermediate_size, up: in
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from math import prod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardplan.inventory import Inventory
 
 # Sums of products of whole numbers and names; one language for plan files and their JSON Schema.
 SIZE_REGEX = r"^ *[A-Za-z0-9_]+( *[*+] *[A-Za-z0-9_]+)* *(?!\n)$"
@@ -39,6 +44,15 @@ class Section:
 
 class UnknownSizeError(ValueError):
     """A name that neither the modules around nor the config know; it is the exception's argument."""
+
+
+def section_lengths(sections: Iterable[Section], inventory: Inventory, fqn: str) -> tuple[int, ...]:
+    """How long the sections of the module ``fqn`` are.
+
+    Raises:
+        UnknownSizeError: as for `Section.length`.
+    """
+    return tuple(section.length(partial(inventory.size, fqn=fqn)) for section in sections)
 
 
 def _value(factor: str, lookup: Callable[[str], int | None]) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
 from shardplan.checks.groups import Group
 from shardplan.checks.names import general
@@ -12,7 +11,7 @@ from shardplan.diagnostics import Diagnostic
 from shardplan.inventory import Inventory
 from shardplan.lower import split_dim
 from shardplan.resolve import ResolvedModule
-from shardplan.sections import UnknownSizeError
+from shardplan.sections import UnknownSizeError, section_lengths
 from shardplan.styles import Style
 
 
@@ -68,13 +67,12 @@ def _declared(group: Group, rows: int) -> str:
 # ---------------------------------------------------------------- SP214
 
 
-def section_lengths(inventory: Inventory, module: ResolvedModule, style: Style | None) -> tuple[int, ...] | None:
-    """How long the sections of a style are at a module; None where it has none, or a size that nobody knows."""
-    lookup = partial(inventory.size, fqn=module.fqn)
+def known_lengths(inventory: Inventory, module: ResolvedModule, style: Style | None) -> tuple[int, ...]:
+    """How long the sections of a style are at a module; empty where it has none, or a size that nobody knows."""
     try:
-        return tuple(section.length(lookup) for section in style.sections) or None if style else None
+        return section_lengths(style.sections, inventory, module.fqn) if style else ()
     except UnknownSizeError:
-        return None
+        return ()
 
 
 def check_sections(target: Target) -> Iterator[Diagnostic]:
@@ -105,7 +103,7 @@ def _misfit(target: Target, module: ResolvedModule, style: Style) -> tuple[str, 
     if len(set(names)) < len(names):
         return f"two of {listed(names)} have one name", "a name for each"
     try:
-        lengths = [section.length(partial(inventory.size, fqn=module.fqn)) for section in style.sections]
+        lengths = section_lengths(style.sections, inventory, module.fqn)
     except UnknownSizeError as unknown:
         return f"nobody knows '{unknown}'", "the name of a whole number"
     tied = {p.identity for group in inventory.ties for p in group}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from shardplan.checks.groups import FEATURES
 from shardplan.checks.names import general, last
-from shardplan.checks.packed import section_lengths
+from shardplan.checks.packed import known_lengths
 from shardplan.checks.target import Target, listed
 from shardplan.diagnostics import Diagnostic, Location, Severity
 from shardplan.inventory import HeadInfo, ancestors
@@ -44,13 +44,13 @@ def check_shared_heads(target: Target) -> Iterator[Diagnostic]:
             names = listed([last(other) for other in target.shared_heads if next(ancestors(other), None) == fqn])
             yield Diagnostic(
                 "SP215",
-                f"KV heads replicated x{shared} in {general(fqn)}, which has {kv_heads} for tp={tp}; {names} stay cut "
-                "over all ranks",
+                f"KV heads replicated x{shared.ranks} in {general(fqn)}, which has {kv_heads} for tp={tp}; "
+                f"{names} stay cut over all ranks",
                 where=_where(target, module),
                 subject=general(fqn),
                 expected=f"at no cost: a tp up to {kv_heads}",
-                hint=f"it costs an all-gather of each of their outputs among {shared} neighbours in the forward, a "
-                "reduce-scatter in the backward",
+                hint=f"it costs an all-gather of their outputs among {shared.ranks} neighbours in the forward, a "
+                "reduce-scatter in the backward, for keys and for values",
                 severity=Severity.NOTE,
             )
 
@@ -167,8 +167,8 @@ def _cuts(target: Target) -> list[_Cut]:
 
 
 def _lengths(target: Target, module: ResolvedModule, parameter: ResolvedParameter, whole: int) -> tuple[int, ...]:
-    lengths = section_lengths(target.resolved.inventory, module, parameter.style)
-    return lengths if lengths and sum(lengths) == whole else (whole,)
+    lengths = known_lengths(target.resolved.inventory, module, parameter.style)
+    return lengths if sum(lengths) == whole else (whole,)
 
 
 def _is_gathered(module: ResolvedModule) -> bool:

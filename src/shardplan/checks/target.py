@@ -9,7 +9,7 @@ from functools import cached_property
 from shardplan.checks.faulty import FaultyRules
 from shardplan.checks.groups import Group, find_groups
 from shardplan.diagnostics import Location
-from shardplan.kv_heads import shared_heads
+from shardplan.kv_heads import SharedHeads, shared_heads
 from shardplan.mesh import MeshSpec
 from shardplan.plan import Recompute, Rule, Unit
 from shardplan.residual import ResidualStream
@@ -39,7 +39,7 @@ class Target:
         return tuple(find_groups(self.resolved, self.faulty))
 
     @cached_property
-    def shared_heads(self) -> dict[str, int]:
+    def shared_heads(self) -> dict[str, SharedHeads]:
         """Attention modules and their projections whose KV heads are fewer than the ranks of tp: see `kv_heads`."""
         return shared_heads(self.resolved, self.mesh.tp)
 

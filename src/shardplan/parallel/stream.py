@@ -40,7 +40,11 @@ class Stream:
         collective = edge.cut if self.cut else edge.whole
         if collective is None:
             return x
-        return convert(x, collective, self.neighbours[collective.within] if collective.within else self.ranks)
+        ranks = self.neighbours[collective.within] if collective.within else self.ranks
+        if not collective.parts:
+            return convert(x, collective, ranks)
+        parts = zip(x.split([part.width for part in collective.parts], -1), collective.parts, strict=True)
+        return torch.cat([convert(piece, collective, ranks) if part.converted else piece for piece, part in parts], -1)
 
 
 def begin(stream: Stream, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
