@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from golden import ROOT
 from shardplan.api import check_plan
+from shardplan.cli import command
 from shardplan.diagnostics import Diagnostic, Severity
 from tiny_models import build_meta
 
@@ -169,3 +172,65 @@ def test_a_wrong_root_over_a_shipped_plan_is_one_error(tmp_path: Path) -> None:
     found = [f for f in check_plan(tmp_path / "plan.yaml", build_meta("llama"), "tp=2") if f.code == "SP102"]
     assert [(str(f.where), f.severity) for f in found] == [(f"{tmp_path}/plan.yaml", Severity.ERROR)]
     assert "write `root: [model]`" in found[0].hint
+
+
+# ---------------------------------------------------------------- findings in a file that the author cannot see
+
+
+COHERE = ("--model", "broken_models:cohere", "--mesh", "dp=2,tp=2", "--no-sequence-parallel")
+
+
+def checked(*args: str) -> str:
+    return CliRunner().invoke(command, ["--check", *args, *COHERE], catch_exceptions=False).stdout
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two plans that extend one with a rule that finds nothing, which lies outside the working directory."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.yaml", "b.yaml"):
+        Path(name).write_text("format: 1\narchitectures: [CohereForCausalLM]\nextends: llama\n")
+    return tmp_path
+
+
+def test_github_shows_an_inherited_finding_where_the_plan_extends(project: Path) -> None:
+    lines = [line for line in checked("a.yaml", "b.yaml", "--format", "github").splitlines() if "SP102" in line]
+    assert [line.split("::")[1] for line in lines] == [
+        "warning file=a.yaml,line=3,col=1",
+        "warning file=b.yaml,line=3,col=1",
+    ]
+    assert all(f"%0Awritten at: {SHIPPED}:{line('{input,')}:3%0A" in text for text in lines)
+
+
+def test_github_shows_a_finding_at_its_line_where_the_repository_has_it(project: Path) -> None:
+    Path("shipped.yaml").write_text(
+        SHIPPED.read_text().replace("architectures: [", "architectures: [CohereForCausalLM, ")
+    )
+    Path("a.yaml").write_text("format: 1\nextends: shipped.yaml\n")
+    (found,) = [text for text in checked("a.yaml", "--format", "github").splitlines() if "SP102" in text]
+    assert found.startswith(f"::warning file=shipped.yaml,line={line('{input,')},col=3::")
+
+
+def test_an_installed_plan_is_none_of_the_repository(project: Path) -> None:
+    installed = project / ".venv" / "site-packages" / "base.yaml"
+    installed.parent.mkdir(parents=True)
+    installed.write_text("format: 1\nextends: llama\nrules: {.nothing: colwise}\n")
+    extends = f"extends: {installed.relative_to(project)}\n"
+    Path("a.yaml").write_text(f"format: 1\narchitectures: [CohereForCausalLM]\n{extends}")
+    lines = [text for text in checked("a.yaml", "--format", "github").splitlines() if "SP102" in text]
+    assert {text.split("::")[1] for text in lines} == {"warning file=a.yaml,line=3,col=1"}
+
+
+def test_an_overlay_without_extends_is_shown_as_a_whole(project: Path) -> None:
+    Path("over.yaml").write_text("format: 1\narchitectures: [CohereForCausalLM]\n")
+    lines = checked("llama", "--overlay", "over.yaml", "--format", "github").splitlines()
+    assert [text.split("::")[1] for text in lines if "SP102" in text] == ["warning file=over.yaml,line=1,col=1"]
+
+
+def test_the_plan_that_was_asked_about_is_named_where_the_finding_lies_elsewhere(project: Path) -> None:
+    found = json.loads(checked("a.yaml", "b.yaml", "--overlay", "b.yaml", "--format", "json"))["findings"]
+    situation = "broken_models:cohere dp=2,tp=2 TP"
+    on = {finding["code"]: finding["on"] for finding in found}
+    assert on["SP102"] == [f"{situation} (plan a.yaml + b.yaml)", f"{situation} (plan b.yaml + b.yaml)"]
+    assert on["SP104"] == [situation, situation]
+    assert f"on: {situation} (plan a.yaml) and 1 more" in checked("a.yaml", "b.yaml")

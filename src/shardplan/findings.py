@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from shardplan.diagnostics import Diagnostic, Location, Severity
@@ -11,6 +12,15 @@ from shardplan.diagnostics import Diagnostic, Location, Severity
 CLEAN, WRONG, COULD_NOT_CHECK = 0, 1, 2
 # A plan, mesh or model that cannot be had, or a run that cannot be made, says nothing of a plan.
 COULD_NOT_CHECK_CODES = ("SP001", "SP301", "SP901", "SP903", "SP904")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The plan that was asked about: as the command line names it, its file, and the line that brings in others."""
+
+    name: str
+    file: str
+    extends: Location
 
 
 Paint = Callable[[str, Severity], str]
@@ -38,15 +48,23 @@ class Finding:
 
 
 class Findings:
-    """Findings in the order met, each once, with the situations (model, mesh, mode) in which it was met."""
+    """Findings in the order met, each once, with the situations (model, mesh, mode) in which it was met.
+
+    Where a finding lies in another file than the plan that was asked about, its situations name that plan, too.
+    """
 
     def __init__(self) -> None:
         self._met: dict[Diagnostic, list[str]] = {}
+        self._inherited: dict[Diagnostic, dict[Asked, None]] = {}  # by which plans
 
-    def add(self, findings: Iterable[Diagnostic], situation: str = "") -> None:
+    def add(self, findings: Iterable[Diagnostic], situation: str = "", asked: Asked | None = None) -> None:
         for finding in findings:
             met = self._met.setdefault(finding, [])
-            met += [situation] if situation else []
+            if asked and finding.where and finding.where.file != asked.file:
+                self._inherited.setdefault(finding, {})[asked] = None
+                met += [f"{situation} (plan {asked.name})"] if situation else []
+            else:
+                met += [situation] if situation else []
 
     def __iter__(self) -> Iterator[tuple[Diagnostic, list[str]]]:
         return iter(self._met.items())
@@ -70,8 +88,15 @@ class Findings:
             yield ", ".join(summary)
 
     def github(self) -> Iterator[str]:
-        """Workflow commands, which GitHub shows at the line."""
-        return (_github(finding) for finding in self._met)
+        """Workflow commands, which GitHub shows at the line.
+
+        It cannot show one in a file outside the repository, such as an installed plan: then at what brings that in.
+        """
+        for finding in self._met:
+            plans = self._inherited.get(finding, {}) if finding.where and _is_outside(finding.where.file) else {}
+            yield from (_github(finding, asked.extends) for asked in plans)
+            if not plans:
+                yield _github(finding, finding.where)
 
     def data(self) -> list[dict[str, Any]]:
         """For programs."""
@@ -87,12 +112,18 @@ def _situations(met: list[str]) -> str:
     return f"{met[0]} and {len(met) - 1} more" if len(met) > 1 else met[0]
 
 
-def _github(finding: Diagnostic) -> str:
+def _is_outside(file: str) -> bool:
+    """Whether a file lies outside the working directory, which in a workflow is the repository, or was installed."""
+    path = Path(file).resolve()
+    return not path.is_relative_to(Path.cwd()) or "site-packages" in path.parts
+
+
+def _github(finding: Diagnostic, where: Location | None) -> str:
     """Properties and message have escapes of their own."""
     level = {Severity.NOTE: "notice"}.get(finding.severity, finding.severity.value)
-    where = finding.where
     place = f" file={_escaped(where.file, ':,')},line={where.line or 1},col={where.column or 1}" if where else ""
     parts = [f"{finding.code}: {finding.message}"]
+    parts += [f"written at: {finding.where}"] if where != finding.where else []
     parts += [f"expected: {finding.expected}"] if finding.expected else []
     parts += [f"hint: {finding.hint}"] if finding.hint else []
     return f"::{level}{place}::{_escaped(chr(10).join(parts))}"

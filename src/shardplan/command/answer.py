@@ -30,7 +30,7 @@ def compile_situation(situation: Situation, findings: Findings) -> Compiled:
 
     target = situation.target
     found = check(target)
-    findings.add(found, str(situation))
+    findings.add(found, str(situation), situation.asked)
     if errors(found):
         return Compiled(situation, None)
     return Compiled(situation, lower(target.resolved, target.mesh, sequence_parallel=target.sequence_parallel))
@@ -44,9 +44,9 @@ def compile_first(name: str, request: Request, findings: Findings) -> Compiled |
     try:
         plan = request.plan(name)
         if request.missing(plan):
-            findings.add(request.file_only(plan))
+            findings.add(request.file_only(plan), asked=request.asked(name, plan))
             return None
-        return compile_situation(request.first(plan), findings)
+        return compile_situation(request.first(name, plan), findings)
     except PlanError as refused:
         findings.add(refused.diagnostics)
         return None

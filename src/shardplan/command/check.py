@@ -22,14 +22,14 @@ def passing(name: str, request: Request, findings: Findings) -> Iterator[Situati
     try:
         plan = request.plan(name)
         if request.missing(plan):
-            findings.add(request.file_only(plan))
+            findings.add(request.file_only(plan), asked=request.asked(name, plan))
             return
-        for situation in request.situations(plan):
+        for situation in request.situations(name, plan):
             if isinstance(situation, PlanError):
                 findings.add(situation.diagnostics)
                 continue
             found = check(situation.target)
-            findings.add(found, str(situation))
+            findings.add(found, str(situation), situation.asked)
             if not errors(found):
                 yield situation
     except PlanError as refused:

@@ -24,7 +24,7 @@ def dry_run_one(name: str, request: Request, findings: Findings, *, printing: bo
         try:
             yield from _run(name, situation, findings, printing=printing)
         except PlanError as refused:
-            findings.add(refused.diagnostics)
+            findings.add(refused.diagnostics, asked=situation.asked)
 
 
 def _run(plan: str, situation: Situation, findings: Findings, *, printing: bool) -> Iterator[dict[str, Any]]:
@@ -33,7 +33,7 @@ def _run(plan: str, situation: Situation, findings: Findings, *, printing: bool)
     from shardplan.references import build_meta_model
 
     ran = dry_run(situation.target, build_meta_model(situation.model))
-    findings.add(ran.findings, str(situation))
+    findings.add(ran.findings, str(situation), situation.asked)
     if not ran.calls:
         return
     if printing:

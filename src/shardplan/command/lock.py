@@ -40,7 +40,7 @@ class Locker:
                 )
             key = self._key(name, request)
             now, whole = [], True
-            for situation in request.situations(plan):
+            for situation in request.situations(name, plan):
                 locked = self._compile(key, situation, findings)
                 whole = whole and locked is not None
                 now += [locked] if locked else []

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardplan.diagnostics import Diagnostic, PlanError, Severity
+from shardplan.findings import Asked
 from shardplan.mesh import MeshSpec, parse_mesh
 from shardplan.styles import Style
 
@@ -26,6 +27,7 @@ class Situation:
 
     model: str
     target: Target
+    asked: Asked
 
     def __str__(self) -> str:
         return f"{self.model} {self.target.mesh} {'SP' if self.target.sequence_parallel else 'TP'}"
@@ -47,6 +49,10 @@ class Request:
 
         return read_plan([name, *(Path(overlay) for overlay in self.overlays)])
 
+    def asked(self, name: str, plan: Plan) -> Asked:
+        """The plan of that name, as findings in other files name it."""
+        return Asked(" + ".join((name, *self.overlays)), plan.where.file, plan.extends_where or plan.where)
+
     def models(self, plan: Plan) -> tuple[str, ...]:
         return (self.model,) if self.model is not None else plan.reference.models
 
@@ -63,8 +69,8 @@ class Request:
         """The one mode of a request that is about one."""
         return bool(plan.sequence_parallel if self.sequence_parallel is None else self.sequence_parallel)
 
-    def situations(self, plan: Plan) -> Iterator[Situation | PlanError]:
-        """Every situation to look at; in its place the reason why a model cannot be had."""
+    def situations(self, name: str, plan: Plan) -> Iterator[Situation | PlanError]:
+        """Every situation of the plan of that name to look at; in its place the reason why a model cannot be had."""
         from shardplan.checks.target import Target
         from shardplan.resolve import resolve
 
@@ -76,9 +82,9 @@ class Request:
                 continue
             for mode in self.modes(plan):
                 for mesh in self.meshes(plan):
-                    yield Situation(model, Target(resolved, mesh, mode))
+                    yield Situation(model, Target(resolved, mesh, mode), self.asked(name, plan))
 
-    def first(self, plan: Plan) -> Situation:
+    def first(self, name: str, plan: Plan) -> Situation:
         """The first model and mesh, in the one mode: what is printed where one situation must do.
 
         Raises:
@@ -89,7 +95,7 @@ class Request:
 
         model, mesh = self.models(plan)[0], self.meshes(plan)[0]
         resolved = resolve(plan, inventory_of(model), self.styles)
-        return Situation(model, Target(resolved, mesh, self.mode(plan)))
+        return Situation(model, Target(resolved, mesh, self.mode(plan)), self.asked(name, plan))
 
     def missing(self, plan: Plan) -> str:
         """What is not known and without which only the file can be looked at: ``model``, ``mesh``, or nothing."""

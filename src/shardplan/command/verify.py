@@ -41,7 +41,7 @@ class Verifier:
             try:
                 yield from self._prove(name, situation, findings, printing=printing)
             except PlanError as refused:
-                findings.add(refused.diagnostics, str(situation))
+                findings.add(refused.diagnostics, str(situation), situation.asked)
 
     def _prove(
         self, plan: str, situation: Situation, findings: Findings, *, printing: bool
@@ -56,7 +56,7 @@ class Verifier:
         self._proven.add(key)
         start = time.perf_counter()
         found = prove(target, subject, self._ranks)
-        findings.add(found, str(situation))
+        findings.add(found, str(situation), situation.asked)
         proof = _as_dict(plan, situation, subject, time.perf_counter() - start, holds=not found)
         if printing:
             click.echo(_text(proof, again=self._shown == tuple(proof["shrunk"])))
