@@ -212,7 +212,9 @@ def test_a_refused_plan_is_not_compared() -> None:
     [
         (None, "'lock.json' cannot be read: No such file or directory"),
         ("", "Invalid JSON"),
-        ("{}", "format: Field required"),
+        ("{}", "'lock.json' cannot be read: it has no format and no plans; without --check, --lock writes one"),
+        ('{"format": 1}', "it has no plans"),
+        ("[]", "Input should be an object"),
         ('{"format": 2, "plans": {}}', "format: Input should be 1"),
         ('{"format": 1, "plans": {"p": [{"model": 3}]}}', "plans.p.0.model: Input should be a valid string"),
     ],

@@ -131,7 +131,7 @@ def test_a_class_of_ones_own_is_built_on_the_meta_device() -> None:
         ("test_references:Tinny", "did you mean 'Tiny'?"),
         ("test_references:needs_a_size", "cannot be called without arguments: missing a required argument: 'size'"),
         ("test_references:PARAMETERS", "cannot be called without arguments"),
-        ("test_references:makes_a_number", "makes a int"),
+        ("test_references:makes_a_number", "'test_references:makes_a_number' makes an int"),
     ],
 )
 def test_a_model_that_cannot_be_found_or_built_is_refused_with_the_way_out(spec: str, said: str) -> None:
@@ -144,8 +144,13 @@ def test_a_model_that_cannot_be_found_or_built_is_refused_with_the_way_out(spec:
     ("content", "said"),
     [
         ("{", "cannot be read as JSON"),
-        ("[]", "has no model_type"),
-        ('{"model_type": "no-such-type"}', "transformers refuses"),
+        ("[]", "holds a list\n    expected: the config.json of a transformers model, an object"),
+        ("3", "holds a number"),
+        ("{}", "has no model_type"),
+        ('{"model_type": "lama"}', "knows no model_type 'lama'"),
+        ('{"model_type": "lama"}', "did you mean 'llama'? Otherwise install"),
+        ('{"model_type": "no-such-type"}', "knows no model_type 'no-such-type'"),
+        ('{"model_type": ["llama"]}', "knows no model_type '['llama']'"),
         ('{"model_type": "llama", "hidden_size": "wide"}', "transformers refuses"),
         ('{"model_type": "llama", "architectures": ["OtherForCausalLM"]}', "has no class OtherForCausalLM"),
         ('{"model_type": "llama", "auto_map": {"AutoModel": "code.Model"}}', "never run"),
@@ -156,6 +161,11 @@ def test_a_config_that_makes_no_model_is_refused(tmp_path, content: str, said: s
     code, text = code_and_text(str(tmp_path))
     assert code == "SP901"
     assert said in text
+
+
+def test_an_unknown_type_is_not_answered_with_all_that_are_known(tmp_path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "lama"}')
+    assert len(code_and_text(str(tmp_path))[1]) < 400
 
 
 def test_a_folder_without_a_config_is_refused(tmp_path) -> None:

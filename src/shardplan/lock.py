@@ -117,10 +117,18 @@ def read_lock(text: str) -> tuple[Locked, ...]:
     try:
         file = _File.model_validate_json(text)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise ValueError(f"{place}: {first['msg']}" if place else first["msg"]) from None
+        raise ValueError(_reason(error)) from None
     return tuple(_locked(file))
+
+
+def _reason(error: ValidationError) -> str:
+    """What is missing at the top; else the first thing that is wrong, with its place."""
+    missing = [str(e["loc"][0]) for e in error.errors() if e["type"] == "missing" and len(e["loc"]) == 1]
+    if missing:
+        return f"it has no {' and no '.join(missing)}"
+    first = error.errors()[0]
+    place = ".".join(map(str, first["loc"]))
+    return f"{place}: {first['msg']}" if place else first["msg"]
 
 
 def _locked(file: _File) -> Iterator[Locked]:

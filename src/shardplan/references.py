@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _FOLDER = Path(__file__).parent / "reference_models"
 # What transformers' models raise on sizes that do not go together: no heads, an odd head dim, a negative width.
 _UNBUILDABLE = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+_JSON_NAMES = {list: "list", str: "string", int: "number", float: "number", bool: "boolean", type(None): "null"}
 _FORMS = "a reference model, a config.json, a folder with one, or module:Class"
 
 
@@ -69,8 +70,13 @@ def build_model(spec: str, device: str) -> nn.Module:
     with torch.device(device):
         model = build()
     if not isinstance(model, torch.nn.Module):
-        raise _refused(spec, f"'{spec}' makes a {type(model).__name__}", expected="an nn.Module")
+        raise _refused(spec, f"'{spec}' makes {_a(type(model).__name__)}", expected="an nn.Module")
     return model
+
+
+def _a(noun: str) -> str:
+    """``a str``, ``an int``."""
+    return f"{'an' if noun[0].lower() in 'aeiou' else 'a'} {noun}"
 
 
 def _config_file(spec: str) -> Path | None:
@@ -91,20 +97,39 @@ def _read_config(path: Path) -> PreTrainedConfig:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise _refused(str(path), f"'{path}' cannot be read as JSON: {error}") from error
-    if not isinstance(values, dict) or "model_type" not in values:
-        raise _refused(str(path), f"'{path}' has no model_type", expected="the config.json of a transformers model")
+    expected = "the config.json of a transformers model, an object with a model_type"
+    if not isinstance(values, dict):
+        raise _refused(str(path), f"'{path}' holds {_a(_JSON_NAMES[type(values)])}", expected=expected)
+    if "model_type" not in values:
+        raise _refused(str(path), f"'{path}' has no model_type", expected=expected)
     if "auto_map" in values:
         raise _refused(
             str(path),
             f"'{path}' describes a model whose code comes with its weights (auto_map)",
             hint="code from a checkpoint is never run: name the class as module:Class",
         )
+    _require_known_type(path, values["model_type"])
     try:
         return AutoConfig.for_model(**{key: value for key, value in values.items() if key != "_source"})
-    # transformers 5.24: ValueError for an unknown model_type, StrictDataclassError for a value of the wrong type; the
-    # others where it computes with sizes, such as those of a model without heads.
+    # transformers 5.24: StrictDataclassError for a value of the wrong type; the others where it computes with sizes,
+    # such as those of a model without heads.
     except (*_UNBUILDABLE, StrictDataclassError) as error:
         raise _refused(str(path), f"transformers refuses '{path}': {type(error).__name__}: {error}") from error
+
+
+def _require_known_type(path: Path, model_type: object) -> None:
+    """Refuse a type that transformers does not know; its own message lists all that it does."""
+    from transformers import CONFIG_MAPPING, __version__
+
+    known = list(CONFIG_MAPPING)
+    if model_type not in known:
+        near = difflib.get_close_matches(str(model_type), known, n=1)
+        hint = f"did you mean '{near[0]}'? Otherwise " if near else ""
+        raise _refused(
+            str(path),
+            f"transformers {__version__} knows no model_type '{model_type}', which '{path}' names",
+            hint=f"{hint}install a transformers that has it, or name the class as module:Class",
+        )
 
 
 def _from_config(path: Path) -> Callable[[], Any]:

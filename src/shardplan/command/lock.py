@@ -110,11 +110,11 @@ class Locker:
         try:
             return read_lock(self._file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise self._refusal("read", error) from None
+            raise self._refusal("read", error, "; without --check, --lock writes one") from None
 
-    def _refusal(self, done: str, error: Exception) -> click.BadParameter:
+    def _refusal(self, done: str, error: Exception, way_out: str = "") -> click.BadParameter:
         reason = error.strerror if isinstance(error, OSError) else error
-        return click.BadParameter(f"'{self._file}' cannot be {done}: {reason}", param_hint="--lock")
+        return click.BadParameter(f"'{self._file}' cannot be {done}: {reason}{way_out}", param_hint="--lock")
 
     def _key(self, name: str, request: Request) -> str:
         return " + ".join(map(self._portable, (name, *request.overlays)))
