@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from shardplan.plan import MixedPrecision as MixedPrecision
     from shardplan.plan import Plan as Plan
     from shardplan.styles import Style as Style
+    from shardplan.weights import hf_state_dict as hf_state_dict
+    from shardplan.weights import load_hf_state_dict as load_hf_state_dict
 
 __version__ = "0.1.0"
 
@@ -48,6 +50,8 @@ _HOMES = {
     "MixedPrecision": "plan",
     "Plan": "plan",
     "Style": "styles",
+    "hf_state_dict": "weights",
+    "load_hf_state_dict": "weights",
     "translate_parallel_style": "parallel.standalone",
 }
 
