@@ -5,6 +5,8 @@ import torch
 from transformers import OPTConfig, OPTForCausalLM
 
 import apply_jobs
+import refusal_jobs
+import unexpected_jobs
 from pool import Pool
 from shardplan import PlanError, check_plan
 
@@ -36,20 +38,20 @@ REFUSALS = {
 
 @pytest.mark.parametrize("call", REFUSALS)
 def test_refused_on_every_rank_and_untouched(pool: Pool, call: str) -> None:
-    for codes, text, untouched in pool.run(2, apply_jobs.refused, call):
+    for codes, text, untouched in pool.run(2, refusal_jobs.refused, call):
         assert codes == REFUSALS[call], text
         assert untouched
 
 
 def test_a_plan_for_another_model(pool: Pool) -> None:
-    for codes, text, untouched in pool.run(2, apply_jobs.refused, "a plan for another model"):
+    for codes, text, untouched in pool.run(2, refusal_jobs.refused, "a plan for another model"):
         assert codes[0] == "SP106"
         assert "plan 'gemma3' is not for LlamaForCausalLM" in text
         assert untouched
 
 
 def test_one_refusing_rank_stops_all(pool: Pool) -> None:
-    (first, *_), (second, text, untouched) = pool.run(2, apply_jobs.refused, "one rank refuses")
+    (first, *_), (second, text, untouched) = pool.run(2, refusal_jobs.refused, "one rank refuses")
     assert "SP102" in first
     assert second == ["SP303"]
     assert "another rank refused the plan" in text
@@ -58,7 +60,7 @@ def test_one_refusing_rank_stops_all(pool: Pool) -> None:
 
 def test_applied_twice_is_an_error(pool: Pool) -> None:
     """C08."""
-    assert pool.run(2, apply_jobs.applied_twice) == [(["SP302"], True)] * 2
+    assert pool.run(2, refusal_jobs.applied_twice) == [(["SP302"], True)] * 2
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -129,11 +131,11 @@ def test_partly_frozen(pool: Pool, mesh: str, trained: str) -> None:
     assert pool.run(2, apply_jobs.partly_frozen, mesh, trained) == [[], []]
 
 
-@pytest.mark.parametrize("what", apply_jobs.UNEXPECTED)
+@pytest.mark.parametrize("what", unexpected_jobs.UNEXPECTED)
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=1,tp=2"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_models_built_otherwise(pool: Pool, what: str, mesh: str, sequence_parallel: bool) -> None:
-    assert pool.run(2, apply_jobs.unexpected, what, mesh, sequence_parallel) == [[], []]
+    assert pool.run(2, unexpected_jobs.unexpected, what, mesh, sequence_parallel) == [[], []]
 
 
 @pytest.mark.parametrize("positions", ["absent", "given", "restarting"])
