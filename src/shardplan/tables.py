@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
+from collections.abc import Iterator
 
 from shardplan.checks.target import count, listed, size
 from shardplan.coverage import Share, Treatment
 from shardplan.degrees import Degrees
+from shardplan.grid import grid_lines
 from shardplan.report import Report
 
+_HEADINGS = ("rule", "matches", "style", "placement over tp", "whole", "per tp rank", "per rank", "written at")
+_NUMBERS = ("matches", "whole", "per tp rank", "per rank")
 _NATIVE = Treatment.NATIVE.value  # rare, and worth a line only where it is met
 
 
@@ -23,27 +24,17 @@ def report_text(report: Report, width: int | None = None) -> str:
     """
     mode = "sequence parallel" if report.sequence_parallel else "tensor parallel"
     lines = [f"plan {report.plan} on {report.model}, mesh {report.mesh}, {mode}", ""]
-    # Not markup: `[shipped]` and `[0-3]` are text.
-    console = Console(width=width or 400, markup=False, emoji=False, highlight=False, color_system=None)
-    with console.capture() as table:
-        console.print(_rules(report))
-    lines += [line.rstrip().replace("─", "-") for line in table.get().splitlines()]  # any encoding has a dash
+    lines += grid_lines(_HEADINGS, _rules(report), _NUMBERS, width)
     lines += ["", *_bytes(report), "", *_collectives(report), "", *_units(report), "", *_degrees(report.degrees)]
     return "\n".join(lines) + "\n"
 
 
-def _rules(report: Report) -> Table:
-    headings = ("rule", "matches", "style", "placement over tp", "whole", "per tp rank", "per rank", "written at")
-    numbers = ("matches", "whole", "per tp rank", "per rank")
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for heading in headings:
-        table.add_column(heading, justify="right" if heading in numbers else "left", overflow="fold")
+def _rules(report: Report) -> Iterator[tuple[str, ...]]:
     for row in report.rules:
         sizes = (row.nbytes.whole, row.nbytes.tp_rank, row.nbytes.rank)
         shown = map(size, sizes) if row.parameters else ("", "", "")
         where = f"{row.where} {row.layer}"
-        table.add_row(row.pattern, str(row.matched), row.style, ", ".join(row.placements), *shown, where)
-    return table
+        yield row.pattern, str(row.matched), row.style, ", ".join(row.placements), *shown, where
 
 
 def _bytes(report: Report) -> list[str]:

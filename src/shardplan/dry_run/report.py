@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
-
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from shardplan.checks.names import general
 from shardplan.checks.target import count, size
 from shardplan.dry_run.calls import Call, Purpose
+from shardplan.grid import grid_lines
 
+_NUMBERS = ("per layer", "per step", "each", "bytes per step")
+_HEADINGS = ("for", "at", "direction", "collective", *_NUMBERS)
 TOTALS = {"tp": (Purpose.EDGE, Purpose.SUM), "FSDP2": (Purpose.FSDP,), "loss": (Purpose.LOSS,)}
 
 
@@ -66,22 +66,15 @@ def totals(calls: tuple[Call, ...]) -> dict[str, tuple[int, int]]:
 
 def text(calls: tuple[Call, ...], width: int | None = None) -> str:
     """The table and the totals below it."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for heading in ("for", "at", "direction", "collective"):
-        table.add_column(heading, overflow="fold")
-    for heading in ("per layer", "per step", "each", "bytes per step"):
-        table.add_column(heading, justify="right")
-    for row in rows(calls):
-        per_layer = f"{row.calls / row.modules:g}"
-        numbers = (per_layer, str(row.calls), size(row.nbytes_per_call), size(row.nbytes))
-        table.add_row(row.purpose, row.module or "the model", row.direction, row.name, *numbers)
-    # Not markup: names are text.
-    console = Console(width=width or 400, markup=False, emoji=False, highlight=False, color_system=None)
-    with console.capture() as captured:
-        console.print(table)
-    lines = [line.rstrip().replace("─", "-") for line in captured.get().splitlines()]  # any encoding has a dash
+    lines = grid_lines(_HEADINGS, _cells(calls), _NUMBERS, width)
     summed = [f"{name} {count(number, 'call')}, {size(nbytes)}" for name, (number, nbytes) in totals(calls).items()]
     return "\n".join([*lines, "in all: " + "; ".join(summed)])
+
+
+def _cells(calls: tuple[Call, ...]) -> Iterator[tuple[str, ...]]:
+    for row in rows(calls):
+        numbers = (f"{row.calls / row.modules:g}", str(row.calls), size(row.nbytes_per_call), size(row.nbytes))
+        yield row.purpose, row.module or "the model", row.direction, row.name, *numbers
 
 
 def as_data(calls: tuple[Call, ...]) -> dict[str, Any]:
