@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 from torch import nn
 
+from shardplan.checks.names import with_article
 from shardplan.diagnostics import PlanError
 from shardplan.references import build_meta_model, load_config, reference_models
 
@@ -166,6 +167,11 @@ def test_a_config_that_makes_no_model_is_refused(tmp_path, content: str, said: s
 def test_an_unknown_type_is_not_answered_with_all_that_are_known(tmp_path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "lama"}')
     assert len(code_and_text(str(tmp_path))[1]) < 400
+
+
+@pytest.mark.parametrize(("noun", "said"), [("int", "an int"), ("Embedding", "an Embedding"), ("str", "a str")])
+def test_the_article_goes_by_the_first_letter(noun: str, said: str) -> None:
+    assert with_article(noun) == said
 
 
 def test_a_folder_without_a_config_is_refused(tmp_path) -> None:

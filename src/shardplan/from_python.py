@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from shardplan.checks.names import with_article
 from shardplan.diagnostics import Diagnostic, Location, PlanError
 from shardplan.layouts import parse_conversion
 from shardplan.patterns import Pattern, parse_pattern
@@ -92,7 +93,10 @@ def _rule_from_object(pattern: Pattern, value: Any, where: Location, layer: Laye
     from shardplan.translate import read_parallel_style
 
     if not isinstance(value, ParallelStyle):
-        _refuse("SP008", f"a {type(value).__name__} is neither a style name, null, a mapping nor a ParallelStyle")
+        _refuse(
+            "SP008",
+            f"{with_article(type(value).__name__)} is neither a style name, null, a mapping nor a ParallelStyle",
+        )
     reading = read_parallel_style(value)
     if reading is None:
         return Rule(pattern, type(value).__name__, where, layer, native=value)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardplan.checks.names import with_article
 from shardplan.diagnostics import Diagnostic, PlanError
 
 if TYPE_CHECKING:
@@ -70,13 +71,8 @@ def build_model(spec: str, device: str) -> nn.Module:
     with torch.device(device):
         model = build()
     if not isinstance(model, torch.nn.Module):
-        raise _refused(spec, f"'{spec}' makes {_a(type(model).__name__)}", expected="an nn.Module")
+        raise _refused(spec, f"'{spec}' makes {with_article(type(model).__name__)}", expected="an nn.Module")
     return model
-
-
-def _a(noun: str) -> str:
-    """``a str``, ``an int``."""
-    return f"{'an' if noun[0].lower() in 'aeiou' else 'a'} {noun}"
 
 
 def _config_file(spec: str) -> Path | None:
@@ -99,7 +95,7 @@ def _read_config(path: Path) -> PreTrainedConfig:
         raise _refused(str(path), f"'{path}' cannot be read as JSON: {error}") from error
     expected = "the config.json of a transformers model, an object with a model_type"
     if not isinstance(values, dict):
-        raise _refused(str(path), f"'{path}' holds {_a(_JSON_NAMES[type(values)])}", expected=expected)
+        raise _refused(str(path), f"'{path}' holds {with_article(_JSON_NAMES[type(values)])}", expected=expected)
     if "model_type" not in values:
         raise _refused(str(path), f"'{path}' has no model_type", expected=expected)
     if "auto_map" in values:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardplan.checks.names import general
+from shardplan.checks.names import general, with_article
 from shardplan.checks.target import Target, listed
 from shardplan.diagnostics import Diagnostic, Severity
 from shardplan.lower import split_dim
@@ -23,7 +23,7 @@ def check_kinds(target: Target) -> Iterator[Diagnostic]:
         verb = "is not meant for" if misnamed else "cannot split"
         yield Diagnostic(
             "SP105",
-            f"style {style.name} {verb} {general(module.fqn)}, a {module.info.class_name}",
+            f"style {style.name} {verb} {general(module.fqn)}, {with_article(module.info.class_name)}",
             where=rule.where,
             subject=general(module.fqn),
             expected=f"style {style.name} on a module of kind {listed([kind.value for kind in style.kinds], 'or')}",

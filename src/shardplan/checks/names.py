@@ -16,6 +16,11 @@ def last(fqn: str) -> str:
     return fqn.rpartition(".")[2]
 
 
+def with_article(noun: str) -> str:
+    """``a Linear``, ``an Embedding``."""
+    return f"{'an' if noun[0].lower() in 'aeiou' else 'a'} {noun}"
+
+
 def nearest(name: str, known: Iterable[str], limit: int = 3) -> list[str]:
     """The known words that look most like ``name``, best first."""
     return difflib.get_close_matches(name, list(dict.fromkeys(known)), n=limit, cutoff=0.5)

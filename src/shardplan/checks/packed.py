@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardplan.checks.groups import Group
-from shardplan.checks.names import general
+from shardplan.checks.names import general, with_article
 from shardplan.checks.target import Target, listed
 from shardplan.diagnostics import Diagnostic
 from shardplan.inventory import Inventory
@@ -133,7 +133,7 @@ def check_local_sizes(target: Target) -> Iterator[Diagnostic]:
             if attribute not in has:
                 yield Diagnostic(
                     "SP214",
-                    f"{name}, a {module.info.class_name}, has no whole number {attribute}",
+                    f"{name}, {with_article(module.info.class_name)}, has no whole number {attribute}",
                     where=rule.where,
                     subject=name,
                     expected=f"one of {listed(sorted(dict(module.info.sizes)), 'or')}" if module.info.sizes else "",

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from shardplan.checks.groups import FEATURES
-from shardplan.checks.names import general, last
+from shardplan.checks.names import general, last, with_article
 from shardplan.checks.packed import known_lengths
 from shardplan.checks.target import Target, listed
 from shardplan.diagnostics import Diagnostic, Location, Severity
@@ -65,7 +65,7 @@ def check_head_counts(target: Target) -> Iterator[Diagnostic]:
             name, attributes = general(module.fqn), listed([f"self.{attribute}" for attribute in counted])
             yield Diagnostic(
                 "SP210",
-                f"{name}, a {module.info.class_name}, shapes its activations by {attributes}, "
+                f"{name}, {with_article(module.info.class_name)}, shapes its activations by {attributes}, "
                 f"the number of all {heads.heads} heads",
                 where=_where(target, module),
                 subject=name,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import prod
 
-from shardplan.checks.names import general
+from shardplan.checks.names import general, with_article
 from shardplan.checks.target import Target, listed, size
 from shardplan.diagnostics import Diagnostic, Location, Severity
 from shardplan.inventory import ancestors
@@ -74,8 +74,8 @@ def _around_layers(target: Target) -> Iterator[Diagnostic]:
                 continue
             yield Diagnostic(
                 "SP111",
-                f"FSDP2 unit {fqn}, a {by_fqn[fqn].class_name}, lies around the decoder layers: what it holds itself "
-                "is freed after the forward and gathered again at once",
+                f"FSDP2 unit {fqn}, {with_article(by_fqn[fqn].class_name)}, lies around the decoder layers: "
+                "what it holds itself is freed after the forward and gathered again at once",
                 where=matched.line.where,
                 subject=fqn,
                 expected="units inside the layers, or `reshard: false`",
@@ -136,7 +136,7 @@ def _containers(target: Target, matched: Matched[Unit] | Matched[Recompute], can
         if module.container:
             yield Diagnostic(
                 "SP109",
-                f"{cannot} {general(fqn)}, a {module.class_name}: its forward never runs",
+                f"{cannot} {general(fqn)}, {with_article(module.class_name)}: its forward never runs",
                 where=matched.line.where,
                 subject=general(fqn),
                 expected="modules that are called in the forward",
