@@ -18,6 +18,7 @@ from shardplan.checks.matching import (
 from shardplan.checks.members import check_members
 from shardplan.checks.options import check_dropout, check_options, check_reduce_dtype
 from shardplan.checks.packed import check_local_sizes, check_packed, check_sections
+from shardplan.checks.parts import check_parts
 from shardplan.checks.side import check_side_parameters
 from shardplan.checks.sizes import check_dims, check_head_counts, check_heads, check_shared_heads
 from shardplan.checks.stream import check_stream
@@ -39,6 +40,7 @@ CHECKS: tuple[Check, ...] = (
     check_units,
     check_members,
     check_packed,
+    check_parts,
     check_sections,
     check_conversions,
     check_groups,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardplan.checks.groups import Group
-from shardplan.checks.kinds import mixes_tokens
+from shardplan.checks.kinds import in_a_mixer, mixes_tokens
 from shardplan.checks.members import left_whole
 from shardplan.checks.names import general
 from shardplan.checks.target import Target, listed
@@ -92,9 +92,16 @@ def _fault(target: Target, module: ResolvedModule, style: Style, *, in_parts: bo
     if on_stream and target.sequence_parallel and style.gradient is Gradient.COMPLETE:
         return (
             f"{_named(style)} runs on the cut residual stream, where each rank sees its part of the sequence only",
-            "make it a block" if mixes_tokens(target, module) else "use sequence_parallel",
+            _on_the_stream(target, module),
         )
     return None
+
+
+def _on_the_stream(target: Target, module: ResolvedModule) -> str:
+    if mixes_tokens(target, module):
+        return "make it a block"
+    parent = next(ancestors(module.fqn), "")
+    return f"make {general(parent)} a block" if in_a_mixer(target, module) else "use sequence_parallel"
 
 
 def _named(style: Style) -> str:
@@ -133,7 +140,8 @@ def check_ties(target: Target) -> Iterator[Diagnostic]:
 def _hint(target: Target, fqns: list[str]) -> str:
     modules = [target.resolved.by_fqn[next(ancestors(fqn))] for fqn in fqns]
     styles = {Kind.EMBEDDING: "embedding_rowwise", Kind.LINEAR: "colwise", Kind.CONV1D: "colwise"}
-    if {module.info.kind for module in modules} == set(styles):
+    kinds = {module.info.kind for module in modules}
+    if Kind.EMBEDDING in kinds and len(kinds) > 1 and kinds <= set(styles):
         rules = [f"`{target.spell(general(m.fqn))}: {styles[m.info.kind]}`" for m in modules]
         return f"{listed(rules)} both cut the vocabulary"
     return "give all of them one style"

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from shardplan.checks.names import general, with_article
 from shardplan.checks.target import Target, listed
 from shardplan.diagnostics import Diagnostic, Severity
+from shardplan.inventory import ancestors
 from shardplan.lower import split_dim
 from shardplan.plan import Rule
 from shardplan.resolve import ResolvedModule
@@ -79,7 +80,7 @@ def check_unknown_parameters(target: Target) -> Iterator[Diagnostic]:
 
 
 def check_token_mixers(target: Target) -> Iterator[Diagnostic]:
-    """SP105: on the cut stream each rank has a part of the tokens, and attention there would see only those."""
+    """SP105: on the cut stream each rank has a part of the tokens, and whatever mixes them would see only those."""
     seen: set[str] = set()
     for module in target.resolved.modules if target.sequence_parallel else ():
         style, rule = module.style, module.rule
@@ -88,8 +89,8 @@ def check_token_mixers(target: Target) -> Iterator[Diagnostic]:
             seen.add(general(module.fqn))
             yield Diagnostic(
                 "SP105",
-                f"{general(module.fqn)} holds attention, which mixes tokens; under sequence_parallel each rank would "
-                "see only its part of them",
+                f"{general(module.fqn)} mixes tokens, by attention or a convolution; under sequence_parallel each rank "
+                "would see only its part of them",
                 where=rule.where,
                 subject=general(module.fqn),
                 expected="sequence_parallel on modules that treat each token alone: norms",
@@ -98,12 +99,32 @@ def check_token_mixers(target: Target) -> Iterator[Diagnostic]:
 
 
 def mixes_tokens(target: Target, module: ResolvedModule) -> bool:
-    """Whether a module is attention, or holds some, around which no block gathers the tokens."""
+    """Whether a module mixes tokens, or holds one that does, around which no block gathers them."""
     prefix = f"{module.fqn}."
     return any(
-        other.info.attention is not None and other.inside is None and f"{other.fqn}.".startswith(prefix)
+        other.inside is None and f"{other.fqn}.".startswith(prefix)
+        for other in target.resolved.modules
+        if _is_mixer(other)
+    )
+
+
+def in_a_mixer(target: Target, module: ResolvedModule) -> bool:
+    """Whether a module mixes tokens, or is among those of which a module that does consists."""
+    parent = next(ancestors(module.fqn), "")
+    return _is_mixer(module) or any(
+        (other.fqn == parent and other.info.attention is not None)
+        or (_is_convolution(other) and next(ancestors(other.fqn), None) == parent)
         for other in target.resolved.modules
     )
+
+
+def _is_mixer(module: ResolvedModule) -> bool:
+    return module.info.attention is not None or _is_convolution(module)
+
+
+def _is_convolution(module: ResolvedModule) -> bool:
+    """Along the sequence, as in a Mamba-2 mixer. transformers' Conv1D is a linear."""
+    return module.info.class_name == "Conv1d"
 
 
 def _fitting(target: Target, module: ResolvedModule, style: Style) -> str:

@@ -1,0 +1,71 @@
+"""Checks that a style of a whole module, such as a Mamba-2 mixer, decides about all that it says it decides about."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shardplan.checks.names import general
+from shardplan.checks.packed import known_lengths
+from shardplan.checks.target import Target, listed
+from shardplan.diagnostics import Diagnostic
+from shardplan.lower import split_dim
+from shardplan.resolve import ResolvedModule, ResolvedParameter
+from shardplan.styles import Style
+
+
+def check_parts(target: Target) -> Iterator[Diagnostic]:
+    """SP203: what a style says of the parts of a module holds for all of them, rules of their own notwithstanding."""
+    for owner in target.resolved.modules:
+        for name, part in owner.style.parts if owner.style else ():
+            for module, parameter in _named(target, f"{owner.fqn}.{name}"):
+                written, due = (_cut(target, module, style, parameter) for style in (parameter.style, part))
+                if written == due or target.explained(parameter.info.fqn) or _is_a_member(module, written, due):
+                    continue
+                rules = (parameter.claim, module.rule, owner.rule)
+                block, style = general(owner.fqn), owner.style.name if owner.style else ""
+                yield Diagnostic(
+                    "SP203",
+                    f"{name} is {_said(written)} in block {block}, where {style} has it {_said(due)}"
+                    f"{target.see(*rules)}",
+                    where=target.where(*rules),
+                    subject=f"{block}.{name}",
+                    expected=f"every part of {block} cut as {style} cuts it",
+                    hint=f"remove this rule, or replicate {block} whole: `{target.spell(block)}: null`",
+                )
+                break
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """Along which dim a parameter is cut, in which sections, and what its module counts in shares."""
+
+    dim: int | None
+    lengths: tuple[int, ...]
+    counts: tuple[str, ...]
+
+
+def _named(target: Target, fqn: str) -> Iterator[tuple[ResolvedModule, ResolvedParameter]]:
+    """A parameter, or those of a module."""
+    for module in target.resolved.modules:
+        for parameter in module.parameters:
+            if fqn in (module.fqn, parameter.info.fqn):
+                yield module, parameter
+
+
+def _cut(target: Target, module: ResolvedModule, style: Style | None, parameter: ResolvedParameter) -> _Cut:
+    dim = split_dim(style, module, parameter.info.name)
+    lengths = known_lengths(target.resolved.inventory, module, style) if dim is not None else ()
+    return _Cut(dim, lengths, style.local_sizes if style else ())
+
+
+def _is_a_member(module: ResolvedModule, written: _Cut, due: _Cut) -> bool:
+    """Whether it is a linear that `check_members` or `check_packed` looks at."""
+    return module.info.kind.is_linear and (written.dim != due.dim or not written.lengths)
+
+
+def _said(cut: _Cut) -> str:
+    if cut.dim is None:
+        return "whole"
+    sections = f" in sections of {' + '.join(map(str, cut.lengths))}" if cut.lengths else " as one"
+    return f"cut along dim {cut.dim}{sections}{f', with shares of {listed(cut.counts)}' if cut.counts else ''}"
