@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor, Replicate
 import tiny_models
 import tolerances
 from shardplan import apply_plan, cross_entropy
+from shardplan.apply import applied_to
 from shardplan.mesh import parse_mesh
-from shardplan.weights import stored_parameters
+from shardplan.weights import Stored, stored_parameters
 
 ROWS = 4  # of a global batch; every dp degree in use divides it
 LR = 1e-3
@@ -83,7 +84,7 @@ def compare(case: Case, batches: list[Batch]) -> list[str]:
 
 
 def compare_batch(reference: nn.Module, sharded: nn.Module, mesh: DeviceMesh, batch: Batch, seed: int) -> Iterator[str]:
-    inputs, targets = make_inputs(batch, seed)
+    inputs, targets = make_inputs(batch, seed, vocabulary_of(reference))
     own = {name: rows_of(value, mesh) for name, value in inputs.items()}
     for model in (reference, sharded):
         model.set_attn_implementation(batch.attention)  # type: ignore[operator]
@@ -109,10 +110,17 @@ def step(model: nn.Module, inputs: dict[str, Tensor], targets: Tensor, weight: f
     return Output(output.logits.detach(), loss)
 
 
-def make_inputs(batch: Batch, seed: int = 0) -> tuple[dict[str, Tensor], Tensor]:
+def vocabulary_of(model: nn.Module) -> int:
+    vocabulary: int = model.config.get_text_config().vocab_size  # type: ignore[operator,union-attr]
+    return vocabulary
+
+
+def make_inputs(
+    batch: Batch, seed: int = 0, vocabulary: int = tiny_models.VOCABULARY
+) -> tuple[dict[str, Tensor], Tensor]:
     """The global batch: ROWS x length ids, and targets that also exist for a sequence of one."""
     generator = torch.Generator().manual_seed(100 + seed)
-    ids = torch.randint(0, tiny_models.VOCABULARY, (ROWS, batch.length), generator=generator)
+    ids = torch.randint(0, tiny_models.VOCABULARY, (ROWS, batch.length), generator=generator) % vocabulary
     inputs = {"input_ids": ids}
     if batch.mask:
         inputs["attention_mask"] = torch.ones_like(ids)
@@ -130,7 +138,7 @@ def make_inputs(batch: Batch, seed: int = 0) -> tuple[dict[str, Tensor], Tensor]
     if batch.labels:
         inputs["labels"] = ids.clone()
         inputs["labels"][:, 1] = -100  # the same number in each row, so that a mean of means is the mean
-    return inputs, torch.randint(0, tiny_models.VOCABULARY, ids.shape, generator=generator)
+    return inputs, torch.randint(0, tiny_models.VOCABULARY, ids.shape, generator=generator) % vocabulary
 
 
 # ---------------------------------------------------------------- training
@@ -170,7 +178,7 @@ def compare_training(reference: nn.Module, sharded: nn.Module, mesh: DeviceMesh)
 def accumulate(reference: nn.Module, sharded: nn.Module, mesh: DeviceMesh, seed: int, synchronises: bool) -> None:
     """Two micro-batches, of lengths 16 and 5; ``synchronises`` says whether FSDP2 reduces the first one by itself."""
     for number, length in enumerate((16, 5)):
-        inputs, targets = make_inputs(Batch(length=length), seed + number)
+        inputs, targets = make_inputs(Batch(length=length), seed + number, vocabulary_of(reference))
         if isinstance(sharded, FSDPModule):
             sharded.set_requires_gradient_sync(synchronises or number == 1)
         step(reference, inputs, targets, weight=0.5)
@@ -184,7 +192,7 @@ def accumulate(reference: nn.Module, sharded: nn.Module, mesh: DeviceMesh, seed:
 def same_gradients(reference: nn.Module, sharded: nn.Module) -> Iterator[str]:
     """Every gradient of the reference against the gathered one; replicas are compared before any gather."""
     yield from different_replicas({name: p.grad for name, p in sharded.named_parameters() if p.grad is not None})
-    stored = stored_parameters(sharded)
+    stored = stored_in(sharded)
     total = sqrt(sum(p.grad.norm().item() ** 2 for p in reference.parameters() if p.grad is not None))
     for name, parameter in reference.named_parameters():
         if parameter.grad is None:
@@ -198,6 +206,13 @@ def same_gradients(reference: nn.Module, sharded: nn.Module) -> Iterator[str]:
         if not difference <= allowed:
             relative = difference / (parameter.grad.norm().item() + 1e-30)
             yield f"gradient of {name} is off by {relative:.1e} of its norm"
+
+
+def stored_in(model: nn.Module) -> dict[str, Stored]:
+    """The parameters under the unsharded model's names, which to compare with it; of a model without a plan its own."""
+    if applied_to(model) is not None:
+        return stored_parameters(model)
+    return {name: Stored(name, (parameter,)) for name, parameter in model.named_parameters()}
 
 
 def different_replicas(tensors: dict[str, Tensor]) -> Iterator[str]:

@@ -25,14 +25,12 @@ HYBRIDS = [name for name in OTHERS if name.startswith("nemotron-h")]
 def test_it_runs_on_every_batch_the_same_way_twice(name: str) -> None:
     model, again = build(name), build(name)
     for batch in BATCHES:
-        inputs, targets = parity.make_inputs(batch)
-        vocabulary = model.config.vocab_size
-        inputs = {key: value % vocabulary if key in ("input_ids", "labels") else value for key, value in inputs.items()}
+        inputs, targets = parity.make_inputs(batch, vocabulary=model.config.vocab_size)
         outputs = []
         for each in (model, again):
             each.set_attn_implementation(batch.attention)
             each.zero_grad()
-            outputs.append(parity.step(each, inputs, targets % vocabulary))
+            outputs.append(parity.step(each, inputs, targets))
         assert torch.equal(outputs[0].logits, outputs[1].logits)
         assert outputs[0].logits.isfinite().all()
         for (parameter_name, parameter), twin in zip(model.named_parameters(), again.parameters(), strict=True):
@@ -45,8 +43,7 @@ def test_it_runs_on_every_batch_the_same_way_twice(name: str) -> None:
 def test_no_parameter_is_left_out_or_at_its_default(name: str) -> None:
     """Every gradient is far above the floor below which parity does not look; no norm is one, no bias zero."""
     model = build(name)
-    inputs, targets = parity.make_inputs(Batch(length=16))
-    parity.step(model, {"input_ids": inputs["input_ids"] % model.config.vocab_size}, targets % model.config.vocab_size)
+    parity.step(model, *parity.make_inputs(Batch(length=16), vocabulary=model.config.vocab_size))
     norms = {name: parameter.grad.norm() for name, parameter in model.named_parameters()}
     total = torch.stack(list(norms.values())).norm()
     assert [name for name, norm in norms.items() if norm < 1e-6 * total] == []
