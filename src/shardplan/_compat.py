@@ -109,6 +109,15 @@ def fake_tensors() -> AbstractContextManager[Any]:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def choose_experts_of_fixed_shape(model: Any) -> None:
+    """transformers 5.24: of the ways to run experts, the one whose shapes do not depend on values.
+
+    The loop over experts looks at the routes; ``grouped_mm`` takes fake tensors of bfloat16 alone.
+    """
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("batched_mm")
+
+
 def has_values(x: torch.Tensor) -> bool:
     """torch 2.13: False for a fake or meta tensor, of which no condition can be asked."""
     from torch._subclasses.fake_tensor import FakeTensor

@@ -77,6 +77,7 @@ class _Step:
         _set_loss_apart(self.model, self.running)
         with _compat.fake_tensors():
             _give_memory(self.model)
+            _compat.choose_experts_of_fixed_shape(self.model)
             self.model.train()
             with recorder:
                 loss = _forward(self.model, torch.zeros((1, self.length), dtype=torch.long))

@@ -211,7 +211,9 @@ _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_la
 
 
 def _layers_in(fields: Mapping[str, Any]) -> int:
-    return _first(fields, _LAYERS) or 0
+    """How many layers a configuration says; some say only of which kinds they are, one by one."""
+    kinds = next((fields[name] for name in ("layer_types", "layers_block_type") if fields.get(name)), ())
+    return _first(fields, _LAYERS) or len(kinds)
 
 
 def _layers_of(config: Any) -> int:

@@ -20,6 +20,7 @@ class Role(Enum):
     HEADS = "heads"
     HEAD_DIM = "head dims"
     WIDTH = "widths"
+    INNER = "widths inside MLPs and experts"
     VOCABULARY = "vocabulary"
     TOKEN = "token ids"
     EXPERTS = "experts"
@@ -56,10 +57,13 @@ _NAMES: tuple[tuple[str, Role], ...] = (
     (r".*(window|window_size|window_len|chunk_size|attention_chunk_size|index_topk|block_size)", Role.WINDOW),
     (r"ssm_state_size|mamba_d_state|state_size", Role.STATE),
     (
+        r".*(intermediate_size\w*|ffn_dim|ffn_hidden_size|n_inner|dff|d_ff|dim_ff|feed_forward_size|mlp_dim)",
+        Role.INNER,
+    ),
+    (
         r"(hidden_size|d_model|n_embd|emb_dim|embedding_dim|embedding_size|word_embed_proj_dim|input_embedding_size"
         r"|output_embedding_size|lru_width|attention_hidden_size|mamba_d_ssm|hidden_size_\w+|dim)"
-        r"|.*(intermediate_size\w*|ffn_dim|ffn_hidden_size|n_inner|dff|d_ff|dim_ff|d_inner|feed_forward_size"
-        r"|multiple_of|_rank|_lora_rank|mlp_dim|lowrank|router_hidden_size)",
+        r"|.*(d_inner|multiple_of|_rank|_lora_rank|lowrank|router_hidden_size)",
         Role.WIDTH,
     ),
 )
@@ -106,12 +110,18 @@ class Scale:
             return -(-small // self.small_tp) * self.small_tp
         return small + (small % self.small_tp == 0)
 
+    def inner_features(self, number: int) -> int:
+        """As `features`; a rank's part stays one that grouped matrix products take, of whole lines of 16 bytes."""
+        small = self.features(number)
+        return -(-small // (LINE * self.small_tp)) * LINE * self.small_tp if number % (LINE * self.tp) == 0 else small
+
     def vocabulary(self, number: int) -> int:
         small = min(number, 256)
         return small if number % self.tp == 0 else small + (small % self.small_tp == 0)
 
 
 EXPERTS, GROUPS = 8, 2
+LINE = 8  # elements of bf16 in 16 bytes
 
 
 def small(role: Role, value: Any, scale: Scale, vocabulary: int) -> Any:
@@ -135,6 +145,7 @@ def small(role: Role, value: Any, scale: Scale, vocabulary: int) -> Any:
         Role.HEADS: scale.heads(value),
         Role.HEAD_DIM: scale.dim(value),
         Role.WIDTH: scale.features(value),
+        Role.INNER: scale.inner_features(value),
         Role.WINDOW: min(value, 8),
         Role.STATE: min(value, 16),
     }
