@@ -318,6 +318,13 @@ def test_it_gives_the_same_as_data(monkeypatch: pytest.MonkeyPatch) -> None:
     mlp = {"purpose": "tp", "module": "model.layers.*.mlp", "direction": "forward", "name": "all_reduce"}
     expected = {**mlp, "modules": 2, "calls": 2, "nbytes_per_call": 2048 * 32 * FLOAT, "nbytes": 2 * 2048 * 32 * FLOAT}
     assert expected in tp["collectives"]
+    linears = 2 * 2048 * (2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48) + 32 * 32)  # of two layers and the head
+    assert tp["forward"]["flops"] >= linears
+    assert tp["forward"] == {
+        "flops": tp["forward"]["flops"],
+        "flops_per_rank": tp["forward"]["flops"] // 2,
+        "sharded_percent": 100.0,
+    }
 
 
 def test_where_the_checks_find_errors_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:

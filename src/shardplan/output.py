@@ -80,6 +80,15 @@ class Sent:
 
 
 @dataclass(frozen=True, slots=True)
+class Forward:
+    """Matrix products and attention of one forward, unsharded and on one rank, and the share of it that tp divides."""
+
+    flops: int
+    flops_per_rank: int
+    sharded_percent: float
+
+
+@dataclass(frozen=True, slots=True)
 class DryRun:
     """One step of ``length`` tokens a rank; totals over tp, of FSDP2, and of the loss."""
 
@@ -88,6 +97,7 @@ class DryRun:
     length: int
     collectives: tuple[SentRow, ...]
     totals: dict[str, Sent]
+    forward: Forward
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,5 +38,5 @@ def _run(plan: str, situation: Situation, findings: Findings, *, printing: bool)
         return
     if printing:
         click.echo(f"plan {plan} on {situation}: one step of {ran.length} tokens a rank; bytes that a rank puts in\n")
-        click.echo(text(ran.calls, shutil.get_terminal_size().columns if sys.stdout.isatty() else None) + "\n")
-    yield {"plan": plan, "on": str(situation), "length": ran.length, **as_data(ran.calls)}
+        click.echo(text(ran, shutil.get_terminal_size().columns if sys.stdout.isatty() else None) + "\n")
+    yield {"plan": plan, "on": str(situation), **as_data(ran)}

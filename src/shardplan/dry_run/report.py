@@ -10,6 +10,8 @@ from typing import Any
 from shardplan.checks.names import general
 from shardplan.checks.target import count, size
 from shardplan.dry_run.calls import Call, Purpose
+from shardplan.dry_run.flops import Flops
+from shardplan.dry_run.run import DryRun
 from shardplan.grid import grid_lines
 
 _NUMBERS = ("per layer", "per step", "each", "bytes per step")
@@ -64,11 +66,18 @@ def totals(calls: tuple[Call, ...]) -> dict[str, tuple[int, int]]:
     return {name: (len(sizes), sum(sizes)) for name, sizes in sent.items()}
 
 
-def text(calls: tuple[Call, ...], width: int | None = None) -> str:
-    """The table and the totals below it."""
-    lines = grid_lines(_HEADINGS, _cells(calls), _NUMBERS, width)
-    summed = [f"{name} {count(number, 'call')}, {size(nbytes)}" for name, (number, nbytes) in totals(calls).items()]
-    return "\n".join([*lines, "in all: " + "; ".join(summed)])
+def text(ran: DryRun, width: int | None = None) -> str:
+    """The table, the totals below it, and the work of the forward."""
+    lines = grid_lines(_HEADINGS, _cells(ran.calls), _NUMBERS, width)
+    summed = [f"{name} {count(number, 'call')}, {size(nbytes)}" for name, (number, nbytes) in totals(ran.calls).items()]
+    return "\n".join([*lines, "in all: " + "; ".join(summed), *([_work(ran.flops)] if ran.flops else [])])
+
+
+def _work(flops: Flops) -> str:
+    whole, rank = (f"{number / 1e12:.4g} TFLOP" for number in (flops.whole, flops.rank))
+    return (
+        f"forward: {rank} of matrix products and attention on each rank of {whole}: {flops.sharded_percent:g} % sharded"
+    )
 
 
 def _cells(calls: tuple[Call, ...]) -> Iterator[tuple[str, ...]]:
@@ -77,7 +86,10 @@ def _cells(calls: tuple[Call, ...]) -> Iterator[tuple[str, ...]]:
         yield row.purpose, row.module or "the model", row.direction, row.name, *numbers
 
 
-def as_data(calls: tuple[Call, ...]) -> dict[str, Any]:
+def as_data(ran: DryRun) -> dict[str, Any]:
     """The same as JSON-able data."""
-    summed = {name: {"calls": number, "nbytes": nbytes} for name, (number, nbytes) in totals(calls).items()}
-    return {"collectives": [{**asdict(row), "nbytes": row.nbytes} for row in rows(calls)], "totals": summed}
+    summed = {name: {"calls": number, "nbytes": nbytes} for name, (number, nbytes) in totals(ran.calls).items()}
+    sent = [{**asdict(row), "nbytes": row.nbytes} for row in rows(ran.calls)]
+    assert ran.flops is not None
+    forward = {"flops": ran.flops.whole, "flops_per_rank": ran.flops.rank, "sharded_percent": ran.flops.sharded_percent}
+    return {"length": ran.length, "collectives": sent, "totals": summed, "forward": forward}

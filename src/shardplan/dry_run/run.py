@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from shardplan import _compat
 from shardplan.apply import apply
@@ -15,6 +17,7 @@ from shardplan.checks.target import Target
 from shardplan.diagnostics import Diagnostic
 from shardplan.dry_run.calls import Call, Recorder
 from shardplan.dry_run.compare import differences, governing
+from shardplan.dry_run.flops import Flops
 from shardplan.dry_run.ranks import fake_ranks
 from shardplan.dry_run.running import LOSS, Running
 from shardplan.loss import cross_entropy
@@ -30,11 +33,13 @@ class DryRun:
     Attributes:
         length: tokens; there is one sequence for each rank.
         calls: every collective of this rank, in order; none where the step could not be finished.
+        flops: the work of the forward; None where the step could not be finished.
         findings: what raised, or what was sent otherwise than the compiled plan says.
     """
 
     length: int
     calls: tuple[Call, ...]
+    flops: Flops | None
     findings: tuple[Diagnostic, ...]
 
 
@@ -50,14 +55,16 @@ def dry_run(target: Target, model: nn.Module, length: int = LENGTH) -> DryRun:
         PlanError: SP904, this process belongs to a process group.
     """
     compiled = lower(target.resolved, target.mesh, sequence_parallel=target.sequence_parallel)
+    unsharded = copy.deepcopy(model)
     step = _Step(model, _usable_length(model, length, target.mesh.tp))
     with fake_ranks(target.mesh) as mesh:
         try:
             apply(model, compiled, mesh)
             calls = step.run(target)
         except Exception as error:  # noqa: BLE001 - any code of any model under any plan: the finding is that it raises
-            return DryRun(step.length, (), (_raised(error, step, target),))
-    return DryRun(step.length, calls, tuple(differences(calls, compiled, target.resolved)))
+            return DryRun(step.length, (), None, (_raised(error, step, target),))
+    flops = Flops(_whole_flops(unsharded, step.length), step.flops, target.mesh.tp)
+    return DryRun(step.length, calls, flops, tuple(differences(calls, compiled, target.resolved)))
 
 
 @dataclass
@@ -68,6 +75,7 @@ class _Step:
     length: int
     running: Running = field(default_factory=Running)
     phase: str = "while the plan is applied"
+    flops: int = 0
 
     def run(self, target: Target) -> tuple[Call, ...]:
         modules = target.resolved.inventory.modules
@@ -76,14 +84,32 @@ class _Step:
         self.phase = "in the forward"
         _set_loss_apart(self.model, self.running)
         with _compat.fake_tensors():
-            _give_memory(self.model)
-            _compat.choose_experts_of_fixed_shape(self.model)
-            self.model.train()
+            _prepare(self.model)
             with recorder:
-                loss = _forward(self.model, torch.zeros((1, self.length), dtype=torch.long))
+                loss, self.flops = _counted_forward(self.model, self.length)
                 self.phase, recorder.backward = "in the backward", True
                 loss.backward()
         return tuple(recorder.calls)
+
+
+def _prepare(model: nn.Module) -> None:
+    """For a step in training, inside fake tensors."""
+    _give_memory(model)
+    _compat.choose_experts_of_fixed_shape(model)
+    model.train()
+
+
+def _counted_forward(model: nn.Module, length: int) -> tuple[Tensor, int]:
+    """The loss of one sequence, and what its forward took."""
+    with FlopCounterMode(display=False) as counter:
+        loss = _forward(model, torch.zeros((1, length), dtype=torch.long))
+    return loss, int(counter.get_total_flops())
+
+
+def _whole_flops(unsharded: nn.Module, length: int) -> int:
+    with _compat.fake_tensors(), torch.no_grad():
+        _prepare(unsharded)
+        return _counted_forward(unsharded, length)[1]
 
 
 def _give_memory(model: nn.Module) -> None:
