@@ -52,7 +52,7 @@ def accepted_by_pydantic(data: Any) -> bool:
         (
             "format: 1\nrules:\n  .norm: {stile: block}\n",
             "f.yaml:3:11: error SP007: unknown key 'stile'\n"
-            "    expected: one of style, input, output\n    hint: did you mean 'style'?",
+            "    expected: one of style, input, output, dim, sections, local_sizes\n    hint: did you mean 'style'?",
         ),
         (
             "format: 1\nfsdp: {units: {.a: {reshrad: true}}}\n",
@@ -125,7 +125,7 @@ def accepted_by_pydantic(data: Any) -> bool:
         (
             "format: 1\nrules:\n  .a: {}\n",
             "f.yaml:3:7: error SP008: '.a' says nothing\n"
-            "    expected: a style name, null, or at least one of style, input, output",
+            "    expected: a style name, null, or at least one of style, input, output, dim, sections, local_sizes",
         ),
         (
             "format: 1\nrules:\n  .a: {output: stream -> full}\n",
@@ -191,7 +191,7 @@ def test_the_schema_is_one_for_its_draft_and_for_draft_7() -> None:
 DRAFT_7 = {
     *("$schema", "$ref", "title", "description", "definitions", "type", "enum", "const", "minimum", "minLength"),
     *("pattern", "items", "minItems", "properties", "required", "additionalProperties", "propertyNames"),
-    *("minProperties", "anyOf"),
+    *("minProperties", "maxProperties", "anyOf"),
 }  # fmt: skip
 
 
@@ -212,11 +212,11 @@ def test_the_schema_keeps_to_keywords_that_draft_7_has() -> None:
 
 def test_every_object_of_the_schema_is_closed() -> None:
     mappings = [part for part in keyword_objects(plan_schema()) if part.get("type") == "object"]
-    assert len(mappings) == 8
+    assert len(mappings) == 9
     for part in mappings:
         closed = part["additionalProperties"] is False
         assert closed == ("properties" in part)
-        assert closed or part["propertyNames"] == {"type": "string", "minLength": 1}
+        assert closed or part["propertyNames"].keys() in ({"type", "minLength"}, {"type", "pattern"})
 
 
 def test_the_schema_completes_style_names() -> None:
@@ -275,6 +275,7 @@ rules:
   .b: null
   .c: {style: sequence_parallel, output: stream -> replicate}
   .d: {input: shard(-1)}
+  .e: {style: colwise, sections: [q: heads * dim, k: 2 * dim + 1, v: 4], local_sizes: [n, config.n], dim: 1}
 fsdp: {units: {.a: {reshard: 4}, .b: {}}, root: {reshard: false}}
 recompute: [.a]
 sequence_parallel: true
@@ -294,6 +295,7 @@ ODD_VALUES = st.one_of(
     st.sampled_from(
         [["a"], ["tp=2"], [1], [None], {"style": "block"}, {"reshard": True}, {"a": "b"}, {"x": {}}, {1: "a"}]
     ),
+    st.sampled_from([{"q": "2 *"}, {"q": 3}, {"q": "a + b", "k": 1}, [{"q": "n * 2"}], [{"q": 1.0}, {"q": True}]]),
 )
 ODD_KEYS = st.sampled_from(["", "x", ".y", "style", "reshard", "output", 0, 0.5, True, None, "x\n"])
 

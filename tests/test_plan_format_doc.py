@@ -24,7 +24,7 @@ def test_an_example_loads(example: str, tmp_path: Path) -> None:
 
 
 def test_there_are_examples() -> None:
-    assert len(EXAMPLES) == 5
+    assert len(EXAMPLES) == 6
 
 
 @pytest.mark.parametrize("options", [PlanFile, RuleOptions, Fsdp, UnitOptions, Precision, References])

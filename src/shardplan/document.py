@@ -130,10 +130,10 @@ SectionEntry = Annotated[
             "type": "object",
             "minProperties": 1,
             "maxProperties": 1,
-            "patternProperties": {
-                NAME_REGEX: {"anyOf": [{"type": "string", "pattern": SIZE_REGEX}, {"type": "integer", "minimum": 0}]}
+            "propertyNames": {"type": "string", "pattern": NAME_REGEX},
+            "additionalProperties": {
+                "anyOf": [{"type": "string", "pattern": SIZE_REGEX}, {"type": "integer", "minimum": 0}]
             },
-            "additionalProperties": False,
         }
     ),
 ]

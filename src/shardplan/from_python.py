@@ -6,9 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
 from shardplan.checks.names import with_article
 from shardplan.diagnostics import Diagnostic, Location, PlanError
-from shardplan.layouts import parse_conversion
+from shardplan.document import RuleOptions
+from shardplan.load import rule_options
 from shardplan.patterns import Pattern, parse_pattern
 from shardplan.plan import NULL, Layer, MixedPrecision, Plan, Recompute, Rule
 
@@ -23,9 +26,9 @@ def plan_from_dict(rules: Mapping[str, Any]) -> Plan:
     """Read what NeMo-RL calls a custom parallel plan: a pattern for each key, and for its value a style.
 
     Args:
-        rules: pattern -> style name, None, a mapping of ``style``, ``input`` and ``output``, or a torch
-            ``ParallelStyle``. Stock torch styles are read as layouts; one that cuts the sequence turns sequence
-            parallelism on. Any other ``ParallelStyle`` is applied as it stands.
+        rules: pattern -> style name, None, a mapping as a plan file has it (``style``, ``input``, ``sections``, ...),
+            or a torch ``ParallelStyle``. Stock torch styles are read as layouts; one that cuts the sequence turns
+            sequence parallelism on. Any other ``ParallelStyle`` is applied as it stands.
 
     Raises:
         PlanError: SP008, SP009, SP010, each naming the key; lines count the keys of the dict.
@@ -77,14 +80,16 @@ def _pattern(key: object) -> Pattern:
 
 
 def _rule_from_mapping(pattern: Pattern, value: Mapping[str, Any], where: Location, layer: Layer) -> Rule:
-    unknown = set(value) - {"style", "input", "output"}
+    known = list(RuleOptions.model_fields)
+    unknown = [str(key) for key in value if key not in known]
     if unknown or not value:
-        _refuse("SP008", f"a rule has the keys style, input and output, not {', '.join(map(str, unknown)) or 'none'}")
+        _refuse("SP008", f"a rule has the keys {', '.join(known)}, not {', '.join(unknown) or 'none'}")
     try:
-        edges = {side: parse_conversion(value[side]) for side in ("input", "output") if side in value}
-    except ValueError as error:
-        raise _ReadError("SP010", str(error)) from None
-    return Rule(pattern, value.get("style"), where, layer, edges.get("input"), edges.get("output"))
+        stated = RuleOptions.model_validate(dict(value))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        _refuse("SP010" if first["type"] == "conversion" else "SP008", f"{first['loc'][0]}: {first['msg']}")
+    return Rule(pattern, stated.style, where, layer, **rule_options(stated))
 
 
 def _rule_from_object(pattern: Pattern, value: Any, where: Location, layer: Layer) -> Rule:

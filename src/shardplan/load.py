@@ -116,7 +116,7 @@ class _Build:
                 continue
             where = self.source.locate(path)
             if isinstance(value, RuleOptions):
-                yield Rule(pattern, value.style, where, self.layer, **_options(value))
+                yield Rule(pattern, value.style, where, self.layer, **rule_options(value))
             else:
                 yield Rule(pattern, NULL if value is None else value, where, self.layer)
 
@@ -160,7 +160,8 @@ class _Build:
                 )
 
 
-def _options(stated: RuleOptions) -> dict[str, Any]:
+def rule_options(stated: RuleOptions) -> dict[str, Any]:
+    """What a rule's mapping states beside its style, as arguments of `Rule`."""
     sections = (section for entry in stated.sections or () for section in entry.items())
     return {
         "input": _conversion(stated.input),
