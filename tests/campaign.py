@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 
 import oracle
@@ -35,8 +36,16 @@ from shardplan.resources import shipped_plans
 from shardplan.verify.prove import make_subject, prove
 from shardplan.verify.ranks import LocalRanks
 
-REAL = {"llama": "llama-3.1-8b", "qwen2": "qwen3-8b", "gemma3": "gemma-3-4b"}  # what the checks look at
-REAL_MESH = parse_mesh("dp=2,tp=4")
+REAL = {  # what the checks look at
+    "llama": "llama-3.1-8b",
+    "qwen2": "qwen3-8b",
+    "gemma3": "gemma-3-4b",
+    "phi3": "phi-4",
+    "gpt2": "gpt2",
+    "nemotron_h": "nemotron-3-nano-30b-a3b",
+}
+REAL_MESHES = {"phi3": "dp=2,tp=2"}  # Phi-4 has 10 KV heads
+REAL_MESH = "dp=2,tp=4"
 CHUNK = 8
 DOCUMENT = Path(__file__).parents[1] / "docs" / "campaign.md"
 MODES = {"TP": False, "SP": True}
@@ -64,7 +73,7 @@ class Verdict:
 
 
 def judge(pool: Pool, ranks: LocalRanks, plan: str, chosen: list[Mutant]) -> Iterator[Verdict]:
-    base_mutant = Mutant(plan, "none", "as shipped", shipped_plans()[plan].read_text())
+    base_mutant = as_shipped(plan)
     for mode, sequence_parallel in MODES.items():
         (base,) = seen_by_oracle(pool, [base_mutant], sequence_parallel)
         assert not base.wrong, base
@@ -116,6 +125,7 @@ def _asked(
 ) -> Verdict:
     """Ask the checks, and where they let a mutant pass the dry run and the proof, unless that is known."""
     findings, target = _checked(mutant, MODES[mode])
+    findings = tuple(finding for finding in findings if _said(finding) not in _of_plan(mutant.plan, MODES[mode]))
     refused = bool(errors(findings))
     raised, verified = (None, None) if refused or target is None else known or _run(ranks, mutant, target)
     named = any(finding.severity is not Severity.NOTE for finding in findings)
@@ -126,8 +136,22 @@ def _asked(
 def _run(ranks: LocalRanks, mutant: Mutant, target: Target) -> tuple[bool, bool]:
     """Whether the dry run and the proof refuse what the checks let pass."""
     dry = dry_run(target, build_meta_model(REAL[mutant.plan]))
-    subject = make_subject(model_of(REAL[mutant.plan]), REAL_MESH, ranks.size)
+    subject = make_subject(model_of(REAL[mutant.plan]), target.mesh, ranks.size)
     return bool(dry.findings), bool(prove(target, subject, ranks))
+
+
+def as_shipped(plan: str) -> Mutant:
+    return Mutant(plan, "none", "as shipped", shipped_plans()[plan].read_text())
+
+
+@cache
+def _of_plan(plan: str, sequence_parallel: bool) -> frozenset[tuple[str, str]]:
+    """What is said of the plan as it is shipped, and so nothing about a mutation."""
+    return frozenset(map(_said, _checked(as_shipped(plan), sequence_parallel)[0]))
+
+
+def _said(finding: Diagnostic) -> tuple[str, str]:
+    return finding.code, finding.message
 
 
 def _checked(mutant: Mutant, sequence_parallel: bool) -> tuple[tuple[Diagnostic, ...], Target | None]:
@@ -138,7 +162,7 @@ def _checked(mutant: Mutant, sequence_parallel: bool) -> tuple[tuple[Diagnostic,
             resolved = resolve(read_plan(path), inventory_of(REAL[mutant.plan]))
         except PlanError as refused:
             return refused.diagnostics, None
-    target = Target(resolved, REAL_MESH, sequence_parallel)
+    target = Target(resolved, parse_mesh(REAL_MESHES.get(mutant.plan, REAL_MESH)), sequence_parallel)
     return check(target), target
 
 

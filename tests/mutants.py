@@ -28,7 +28,7 @@ class Mutant:
 
     Attributes:
         plan: the shipped one.
-        kind: drop, style, misspell, move, layout, fsdp, wildcard or class.
+        kind: drop, style, options, misspell, move, layout, fsdp, wildcard or class.
         text: what was altered, for reports.
         source: the YAML.
         written: the pattern of the rule that the mutation wrote; "" where it wrote none.
@@ -68,7 +68,21 @@ def _all(original: Document) -> Iterator[Mutation]:
     for key in original["rules"]:
         for alternative in _alternatives(key):
             yield from _of_rule(original, key, alternative)
-    yield from _of_units(original)
+    yield from _of_units(original, *NAMES.get(original["architectures"][0], _USUAL))
+
+
+# What FSDP2 units are split into, and what becomes a unit beside them: of most models, and of those named otherwise.
+_USUAL = (
+    (".layers.*.self_attn", ".layers.*.mlp"),
+    (".embed_tokens", "lm_head", ".norm", ".", ".layers", ".layers.*.input_layernorm"),
+)
+NAMES = {
+    "GPT2LMHeadModel": ((".h.*.attn", ".h.*.mlp"), (".wte", "lm_head", ".ln_f", ".", ".h", ".h.*.ln_1")),
+    "NemotronHForCausalLM": (
+        (".layers.*.norm", ".layers.*.mixer"),
+        (".embeddings", "lm_head", ".norm_f", ".", ".layers", ".layers.*.norm"),
+    ),
+}
 
 
 def _alternatives(key: str) -> list[str]:
@@ -98,14 +112,39 @@ def _of_rule(original: Document, key: str, part: str) -> Iterator[Mutation]:
             fewer = {name: entry for name, entry in value.items() if name != edge}
             if fewer:
                 yield "layout", f"{part} without {edge}", _with(original, key, part, part, fewer), part
+    for text, options in _other_options(value if isinstance(value, dict) else {}):
+        yield "options", f"{part} {text}", _with(original, key, part, part, options or None), part
     for kind, pattern in _other_patterns(part):
         if pattern not in original["rules"]:
             yield kind, f"{part} as {pattern}", _with(original, key, part, pattern, value), pattern
 
 
+def _other_options(value: Document) -> Iterator[tuple[str, Document]]:
+    """Sections, local sizes and dims otherwise."""
+    for option in ("sections", "local_sizes", "dim"):
+        if option in value:
+            yield f"without {option}", {name: entry for name, entry in value.items() if name != option}
+    sections = value.get("sections", [])
+    if sections:
+        yield "first sections swapped", {**value, "sections": [sections[1], sections[0], *sections[2:]]}
+        yield "last section dropped", {**value, "sections": sections[:-1]}
+        joined = {"both": " + ".join(size for section in sections[:2] for size in section.values())}
+        yield "first sections as one", {**value, "sections": [joined, *sections[2:]]}
+    for number, name in enumerate(value.get("local_sizes", [])):
+        rest = [*value["local_sizes"][:number], *value["local_sizes"][number + 1 :]]
+        if rest:
+            yield f"without local size {name}", {**value, "local_sizes": rest}
+    if "dim" in value:
+        for dim in {0, 1, 2, 3} - {value["dim"]}:
+            yield f"dim {dim}", {**value, "dim": dim}
+
+
 def _other_patterns(pattern: str) -> Iterator[tuple[str, str]]:
     optional = "?" if pattern.endswith("?") else ""
-    body = pattern.removesuffix("?")
+    body, _, cls = pattern.removesuffix("?").partition("@")
+    if cls:
+        yield from (("class", body + other + optional) for other in ("", "@Nothing", "@*"))
+        optional = f"@{cls}{optional}"
     tokens = body.split(".")
     if "{" not in body:
         yield "misspell", body[:-1] + optional
@@ -120,8 +159,9 @@ def _other_patterns(pattern: str) -> Iterator[tuple[str, str]]:
         yield "wildcard", body.replace(".*", ".**", 1) + optional
         yield "wildcard", body.replace(".*", ".[0-0]", 1) + optional
     yield "wildcard", "**." + tokens[-1] + optional if "{" not in body else "**" + body + optional
-    yield "class", body + "@Nothing" + optional
-    yield "class", body + "@*" + optional
+    if not cls:
+        yield "class", body + "@Nothing" + optional
+        yield "class", body + "@*" + optional
 
 
 def _with(original: Document, key: str, part: str, pattern: str | None, value: Any) -> Document:
@@ -140,7 +180,7 @@ def _with(original: Document, key: str, part: str, pattern: str | None, value: A
     return mutated
 
 
-def _of_units(original: Document) -> Iterator[Mutation]:
+def _of_units(original: Document, parts: tuple[str, ...], others: tuple[str, ...]) -> Iterator[Mutation]:
     units = original["fsdp"]["units"]
 
     def fsdp(text: str, units: Document, **others: Any) -> Mutation:
@@ -152,12 +192,12 @@ def _of_units(original: Document) -> Iterator[Mutation]:
         rest = {name: entry for name, entry in units.items() if name != key}
         yield fsdp(f"{key} dropped", rest)
         yield fsdp(f"{key} misspelt", {**rest, key.removesuffix("?") + "x": {}})
-        yield fsdp(f"{key} split", {**rest, ".layers.*.self_attn": {}, ".layers.*.mlp": {}})
+        yield fsdp(f"{key} split", {**rest, **{part: {} for part in parts}})
         yield fsdp(f"{key} for the first alone", {**rest, key.replace("*", "0"): {}})
         yield fsdp(f"{key} one level up", {**rest, key.removesuffix("?").rpartition(".")[0] or ".": {}})
         yield fsdp(f"{key} reshard false", {**units, key: {"reshard": False}})
         yield fsdp(f"{key} reshard 2", {**units, key: {"reshard": 2}})
-    for added in (".embed_tokens", "lm_head", ".norm", ".", ".layers", ".layers.*.input_layernorm"):
+    for added in others:
         yield fsdp(f"with {added}", {**units, added: {}})
     yield fsdp("root reshard true", units, root={"reshard": True})
     without = copy.deepcopy(original)

@@ -34,7 +34,14 @@ from shardplan.mesh import parse_mesh
 from shardplan.resolve import ResolvedModule, ResolvedPlan, resolve
 
 MESH = "dp=2,tp=2"
-MODELS = {"llama": "llama", "qwen2": "qwen3", "gemma3": "gemma3-vision"}
+MODELS = {
+    "llama": "llama",
+    "qwen2": "qwen3",
+    "gemma3": "gemma3-vision",
+    "phi3": "phi3",
+    "gpt2": "gpt2",
+    "nemotron_h": "nemotron-h",
+}
 
 
 FSDP2 = ""

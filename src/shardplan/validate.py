@@ -91,7 +91,8 @@ def _wrong_value(detail: ErrorDetails, path: KeyPath) -> tuple[str, str]:
     if kind == "reshard":
         return f"{name}: {detail['msg']}", "true, false, or a number of ranks from 2"
     if kind == "empty":
-        return f"{name} says nothing", "a style name, null, or at least one of style, input, output, dim, sections, local_sizes"
+        keys = ", ".join(RuleOptions.model_fields)
+        return f"{name} says nothing", f"a style name, null, or at least one of {keys}"
     if kind == "string_too_short":
         return f"{name} is empty", "text"
     if kind == "too_short":

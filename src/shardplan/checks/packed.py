@@ -12,7 +12,7 @@ from shardplan.inventory import Inventory
 from shardplan.lower import split_dim
 from shardplan.resolve import ResolvedModule
 from shardplan.sections import UnknownSizeError, section_lengths
-from shardplan.styles import Style
+from shardplan.styles import Split, Style
 
 
 def check_packed(target: Target) -> Iterator[Diagnostic]:
@@ -118,6 +118,22 @@ def _misfit(target: Target, module: ResolvedModule, style: Style) -> tuple[str, 
         if dim is not None and parameter.info.identity in tied:
             return f"{parameter.info.name} is tied to another parameter", "a packed parameter of its own"
     return None
+
+
+def check_dim(target: Target) -> Iterator[Diagnostic]:
+    """SP214: a rule that gives a dim has a style that cuts one by number."""
+    for matched in target.resolved.rules:
+        rule = matched.line
+        style = target.resolved.styles.get(rule.style or "")
+        if rule.dim is not None and matched.fqns and (style is None or style.split is not Split.DIM):
+            yield Diagnostic(
+                "SP214",
+                f"{rule.pattern} gives dim: {rule.dim}, of which {rule.spoken.partition(',')[0]} knows nothing",
+                where=rule.where,
+                subject=rule.pattern.text,
+                expected="style shard with it",
+                hint="other styles know which dim they cut: remove it",
+            )
 
 
 def check_local_sizes(target: Target) -> Iterator[Diagnostic]:

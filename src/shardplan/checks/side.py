@@ -76,3 +76,54 @@ def _fault(target: Target, parameter: ResolvedParameter, covered: str) -> Diagno
         expected="a parameter that is the same for every head",
         hint="no style cuts such a parameter yet: replicate the whole module with null, without a block around it",
     )
+
+
+# ---------------------------------------------------------------- parameters that are cut by number
+
+
+def check_shards(target: Target) -> Iterator[Diagnostic]:
+    """SP105: `shard` stands inside a block, on a dim along which something else there is cut, too."""
+    by_owner = {group.owner.fqn: group for group in target.groups}
+    for module in target.resolved.modules:
+        for parameter in module.parameters:
+            claim, style = parameter.claim, parameter.style
+            if claim is None or style is None or style.split is not Split.DIM or claim.style != style.name:
+                continue  # nobody's, or a part of a style that knows its modules
+            problem = _misplaced_shard(parameter, module, by_owner.get(module.inside or ""))
+            if problem and not target.explained(module.fqn):
+                message, expected = problem
+                name = general(parameter.info.fqn)
+                hint = "remove the rule, or replicate with replicated_with_grad_allreduce inside a block"
+                yield Diagnostic("SP105", f"style shard on {name}: {message}", claim.where, name, expected, hint)
+
+
+def _misplaced_shard(
+    parameter: ResolvedParameter, module: ResolvedModule, group: Group | None
+) -> tuple[str, str] | None:
+    """What is wrong with it, and what was expected."""
+    shape, dim = parameter.info.shape, parameter.style.dim if parameter.style else 0
+    if dim >= len(shape):
+        return f"it has no dim {dim}, its shape is {shape}", f"a dim below {len(shape)}"
+    if module.inside is None:
+        return (
+            "activations are whole outside of blocks, and each rank would have a part of it",
+            "a place inside a block",
+        )
+    if group is None or _follows_heads(shape, dim, group, module) or _pairs(parameter, module, shape[dim]):
+        return None  # without a group: what is wrong with its block is said already
+    return f"nothing else in {group.name} is cut along a dim of {shape[dim]}", "a dim of heads or of cut features"
+
+
+def _follows_heads(shape: tuple[int, ...], dim: int, group: Group, module: ResolvedModule) -> bool:
+    """Whether a dim counts the heads of attention, or the features that a linear of the group gives in parts."""
+    heads = group.owner.info.attention
+    widths = {member.module.info.features[0] for member in group.of_role("producer")}
+    if heads is not None and dim == 0 and _counts_heads(shape, heads, of_owner=module is group.owner):
+        return True
+    return shape[dim] in widths and (heads is None or shape[dim] != heads.head_dim)
+
+
+def _pairs(parameter: ResolvedParameter, module: ResolvedModule, length: int) -> bool:
+    """Fused experts: what one parameter gives in parts, another one of the module takes in parts."""
+    others = (p for p in module.parameters if p is not parameter and p.style is not None and p.style.split is Split.DIM)
+    return any(p.style and p.style.dim < len(p.info.shape) and p.info.shape[p.style.dim] == length for p in others)
