@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import FSDPModule
 
 import parity
@@ -22,7 +24,26 @@ def collectives(case: parity.Case, length: int = 16) -> Counts:
     model = case.apply(model, mesh)
     if case.checkpointing:
         model.activation_checkpointing_enable()
-    return collectives_of(model, mesh["tp"].get_group().group_name, length)
+    return collectives_of(model, mesh["tp"].get_group().group_name, length=length)
+
+
+def collectives_by_ranks(case: parity.Case, length: int = 16) -> dict[str, dict[tuple[int, ...], dict[str, int]]]:
+    """The same over every group that anything of ours runs in, by its ranks."""
+    mesh = parity.build_mesh(case.mesh)
+    model = case.apply(tiny_models.build(case.model, **case.changes), mesh)
+    ids = torch.randint(0, parity.vocabulary_of(model), (2, length))
+    output, forward = counted(lambda: model(input_ids=ids, use_cache=False))
+    _, backward = counted(sum_of(output.logits).backward)
+    found: dict[str, dict[tuple[int, ...], dict[str, int]]] = {}
+    for direction, counting in (("forward", forward), ("backward", backward)):
+        groups = {group for group, _ in counting.ours}
+        assert len({tuple(ranks_of(group)) for group in groups}) == len(groups)
+        found[direction] = {tuple(ranks_of(group)): counting.over(group) for group in groups}
+    return found
+
+
+def ranks_of(group: str) -> list[int]:
+    return dist.get_process_group_ranks(_resolve_process_group(group))
 
 
 def counted_against_plan(case: parity.Case) -> list[str]:
@@ -35,7 +56,7 @@ def counted_against_plan(case: parity.Case) -> list[str]:
     for _, direction, name in compiled.collectives():
         listed[direction][name] += 1
     listed["backward"]["all_reduce"] += len(compiled.coalesced_sums())
-    measured = collectives_of(model, mesh["tp"].get_group().group_name)
+    measured = collectives_of(model, *groups_of(model))
     return [
         f"{direction}: listed {dict(listed[direction])}, measured {measured[direction]}"
         for direction in listed
@@ -43,11 +64,20 @@ def counted_against_plan(case: parity.Case) -> list[str]:
     ]
 
 
-def collectives_of(model: torch.nn.Module, group: str, length: int = 16) -> Counts:
+def groups_of(model: torch.nn.Module) -> set[str]:
+    """The tp group, and those of neighbours that share KV heads."""
+    stream = getattr(model, APPLIED).stream
+    return {stream.ranks.group, *(ranks.group for ranks in stream.neighbours.values())}
+
+
+def collectives_of(model: torch.nn.Module, *groups: str, length: int = 16) -> Counts:
     ids = torch.randint(0, tiny_models.VOCABULARY, (2, length))
     output, forward = counted(lambda: model(input_ids=ids, use_cache=False))
     _, backward = counted(sum_of(output.logits).backward)
-    return {"forward": forward.over(group), "backward": backward.over(group)}
+    return {
+        direction: dict(sorted(sum((Counter(counting.over(group)) for group in groups), Counter()).items()))
+        for direction, counting in (("forward", forward), ("backward", backward))
+    }
 
 
 def loss_collectives(case: parity.Case) -> Counts:

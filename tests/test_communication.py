@@ -1,5 +1,7 @@
 """The communication contract, counted exactly: one collective each way at each edge of a block, and no more."""
 
+from collections import Counter
+
 import pytest
 
 import communication
@@ -45,12 +47,57 @@ def test_a_length_that_tp_does_not_divide_runs_whole(pool: Pool) -> None:
         assert counts == {"forward": TP["forward"], "backward": {"all_reduce": TP["backward"]["all_reduce"] + 1}}
 
 
-@pytest.mark.parametrize("model", ["llama", "qwen3", "gemma3-vision"])
+@pytest.mark.parametrize("model", ["llama", "qwen3", "gemma3-vision", "nemotron-h", "phi3", "gpt2", "qwen2-1kv"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2"])
 def test_the_compiled_plan_lists_what_runs(pool: Pool, mesh: str, sequence_parallel: bool, model: str) -> None:
     case = Case(model, mesh, sequence_parallel)
     assert pool.run(case.world_size, communication.counted_against_plan, case) == [[]] * case.world_size
+
+
+# Where KV heads are shared: (model, tp, its attention layers, the ranks that share one, and its layers with edges).
+SHARED = [
+    ("llama-2kv", 4, LAYERS, 2, LAYERS * 2),
+    ("phi3", 4, LAYERS, 2, LAYERS * 2),
+    ("nemotron-h", 4, 1, 2, 5),
+    ("qwen2-1kv", 2, LAYERS, 2, LAYERS * 2),
+    ("llama-1kv", 4, LAYERS, 4, LAYERS * 2),
+]
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(("model", "tp", "attentions", "ranks", "blocks"), SHARED)
+def test_shared_heads_are_gathered_among_neighbours(
+    pool: Pool, model: str, tp: int, attentions: int, ranks: int, blocks: int, sequence_parallel: bool
+) -> None:
+    """Keys and values, each way once in each attention; over tp runs what runs without."""
+    case = Case(model, f"tp={tp}", sequence_parallel)
+    partial = sequence_parallel or model == "nemotron-h"  # whose routers see a part of the work in both modes
+    over_tp = {
+        "forward": {"all_reduce": 1, "all_gather": blocks + 1, "reduce_scatter": blocks}
+        if sequence_parallel
+        else {"all_reduce": blocks + 1},
+        "backward": {"all_reduce": 1, "all_gather": blocks + 1, "reduce_scatter": blocks + 1}
+        if sequence_parallel
+        else {"all_reduce": blocks + 1 + partial},
+    }
+    among = {"forward": {"all_gather": 2 * attentions}, "backward": {"reduce_scatter": 2 * attentions}}
+    everyone = tuple(range(tp))
+    for rank, counts in enumerate(pool.run(tp, communication.collectives_by_ranks, case)):
+        first = rank // ranks * ranks
+        neighbours = tuple(range(first, first + ranks))
+        for direction in ("forward", "backward"):
+            expected = {everyone: Counter(over_tp[direction])}
+            expected[neighbours] = expected.get(neighbours, Counter()) + Counter(among[direction])
+            assert counts[direction] == expected
+
+
+@pytest.mark.parametrize(("model", "tp"), [("llama-2kv", 2), ("phi3", 2), ("nemotron-h", 2), ("phi3-mha", 4)])
+def test_where_tp_divides_the_kv_heads_nothing_is_gathered(pool: Pool, model: str, tp: int) -> None:
+    case = Case(model, f"tp={tp}", sequence_parallel=False)
+    for counts in pool.run(tp, communication.collectives_by_ranks, case):
+        assert [set(counts[direction]) for direction in counts] == [{tuple(range(tp))}] * 2
+        assert {kind for by_ranks in counts.values() for kinds in by_ranks.values() for kind in kinds} == {"all_reduce"}
 
 
 def test_labels_cost_two_small_all_reduces(pool: Pool) -> None:
