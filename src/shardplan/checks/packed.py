@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import gcd
 
 from shardplan.checks.groups import Group
 from shardplan.checks.names import general, with_article
@@ -137,7 +138,7 @@ def check_dim(target: Target) -> Iterator[Diagnostic]:
 
 
 def check_local_sizes(target: Target) -> Iterator[Diagnostic]:
-    """SP214: local sizes are whole numbers that the module has. SP201: tp divides them."""
+    """SP214: local sizes are whole numbers that the module has. SP201: tp divides all of them."""
     inventory = target.resolved.inventory
     for module in target.resolved.modules if target.mesh.has_tp else ():
         style, rule = module.style, module.rule
@@ -155,15 +156,18 @@ def check_local_sizes(target: Target) -> Iterator[Diagnostic]:
                     expected=f"one of {listed(sorted(dict(module.info.sizes)), 'or')}" if module.info.sizes else "",
                     hint="local_sizes are attributes of the module, or config.<field>",
                 )
-            elif has[attribute] % target.mesh.tp and module.info.attention is None:
-                yield Diagnostic(
-                    "SP201",
-                    f"tp={target.mesh.tp} does not divide {attribute}={has[attribute]} of {name}",
-                    where=rule.where,
-                    subject=name,
-                    expected=f"a tp that divides it: {_divisors(has[attribute])}",
-                    hint="choose one of these degrees",
-                )
+        counts = {attribute: has[attribute] for attribute in style.local_sizes if attribute in has}
+        odd = [f"{attribute}={count}" for attribute, count in counts.items() if count % target.mesh.tp]
+        # Attention is judged by its heads, and a part together with the module that it is a part of.
+        if odd and module.info.attention is None and not module.part:
+            yield Diagnostic(
+                "SP201",
+                f"tp={target.mesh.tp} does not divide {listed(odd)} of {name}",
+                where=rule.where,
+                subject=name,
+                expected=f"a tp that divides all that is counted: {_divisors(gcd(*counts.values()))}",
+                hint="choose one of these degrees",
+            )
 
 
 def _divisors(number: int) -> str:
