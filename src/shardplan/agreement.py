@@ -89,10 +89,11 @@ def _plan_fingerprint(compiled: CompiledPlan | None) -> int:
         return 0
     ties = [identities.setdefault(p.identity, len(identities)) for m in compiled.modules for p in m.parameters]
     facts = [(p.fqn, p.shape, str(p.placement), p.gradient.name) for m in compiled.modules for p in m.parameters]
-    edges = [(m.fqn, m.style, m.input, m.output) for m in compiled.modules]
+    sections = [(p.fqn, p.sections) for m in compiled.modules for p in m.parameters]
+    edges = [(m.fqn, m.style, m.input, m.output, m.local_sizes) for m in compiled.modules]
     rest = (compiled.mesh, compiled.sequence_parallel, compiled.units, compiled.root_reshard, compiled.recompute,
             compiled.head, compiled.mixed_precision, compiled.cpu_offload)  # fmt: skip
-    return fingerprint((ties, facts, edges, rest))
+    return fingerprint((ties, facts, sections, edges, rest))
 
 
 def fingerprint(facts: Any) -> int:

@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass, fields
 from typing import Any
 
 from shardplan.checks.names import general
-from shardplan.compiled import CompiledModule, CompiledPlan
+from shardplan.compiled import CompiledModule, CompiledParameter, CompiledPlan
 from shardplan.edges import Collective
 from shardplan.ranged import ranged, spelled_out
 from shardplan.report import Bytes
@@ -87,8 +87,14 @@ def _parameters(compiled: CompiledPlan) -> Iterator[Fact]:
                 ("shape", " x ".join(map(str, p.shape))),
                 ("placement", str(p.placement)),
                 ("gradient", p.gradient.value),
+                *_sections(p),
             )
             yield Fact("parameters", p.fqn, values if tied == p.fqn else (*values, ("tied_to", tied)))
+
+
+def _sections(parameter: CompiledParameter) -> Iterator[tuple[str, Value]]:
+    if parameter.sections:
+        yield "sections", ", ".join(f"{section.name} {section.length}" for section in parameter.sections)
 
 
 def _parameters_here(compiled: CompiledPlan) -> Iterator[Fact]:
@@ -142,6 +148,8 @@ def _treatment(module: CompiledModule) -> Iterator[tuple[str, Value]]:
         yield "splits_vocabulary", True
     if module.positions:
         yield "given_positions", True
+    for size in module.local_sizes:
+        yield f"local_{'config.' if size.of_config else ''}{size.name}", size.total
     if module.native is not None:
         yield "applied_as_it_stands", type(module.native).__name__
 

@@ -120,12 +120,17 @@ def _rule_rows(resolved: ResolvedPlan, compiled: CompiledPlan) -> Iterator[RuleR
                 pattern=match.alternative.text,
                 style=matched.line.spoken,
                 matched=len(match.fqns),
-                placements=tuple(dict.fromkeys(f"{p.name} {p.placement}" for p in own.values())),
+                placements=tuple(dict.fromkeys(_placed(p) for p in own.values())),
                 parameters=len(own),
                 nbytes=Bytes.of(own.values(), compiled.mesh),
                 replicated=len(whole),
                 replicated_nbytes=sum(p.nbytes for p in whole),
             )
+
+
+def _placed(parameter: CompiledParameter) -> str:
+    sections = f" in {len(parameter.sections)} sections" if parameter.sections else ""
+    return f"{parameter.name} {parameter.placement}{sections}"
 
 
 def _rank_nbytes(parameter: CompiledParameter, mesh: MeshSpec) -> tuple[int, int]:
@@ -134,7 +139,8 @@ def _rank_nbytes(parameter: CompiledParameter, mesh: MeshSpec) -> tuple[int, int
     element = parameter.nbytes // prod(shape) if prod(shape) else 0
     if parameter.sharded:
         dim = parameter.placement.dim or 0
-        shape[dim] = -(-shape[dim] // mesh.tp)
+        lengths = [section.length for section in parameter.sections] or [shape[dim]]
+        shape[dim] = sum(-(-length // mesh.tp) for length in lengths)
     over_tp = element * prod(shape)
     if shape:
         shape[0] = -(-shape[0] // prod(size for name, size in mesh.axes if name in mesh.shard_axes))

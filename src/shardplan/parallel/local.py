@@ -12,7 +12,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardplan.compiled import CompiledModule, CompiledParameter
@@ -61,6 +61,24 @@ class JoinsSections(ReadsLocally):
         return super().__getattr__(name)  # type: ignore[misc]  # nn.Module's
 
 
+class MultipliesSections(JoinsSections):
+    """A column-wise Linear: one product for each section.
+
+    A joined weight would live until the backward, and FSDP2, which frees the sections after the forward, could not
+    free it.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, biases = self._sections("weight"), self._sections("bias")
+        return torch.cat([nn.functional.linear(x, *section) for section in zip(weights, biases, strict=True)], dim=-1)
+
+    def _sections(self, name: str) -> list[Tensor | None]:
+        parameters: dict[str, Any] = self._parameters  # type: ignore[attr-defined]  # nn.Module's
+        if name not in self.tp_sections:  # no bias
+            return [None] * len(self.tp_sections["weight"][1])
+        return [_local(parameters[section]) for section in self.tp_sections[name][1]]
+
+
 class ReadsOwnRows(ReadsLocally):
     """An Embedding that holds a range of the rows; ids of other ranks' rows contribute zero to the sum over tp."""
 
@@ -85,8 +103,15 @@ def read_locally(module: Any, compiled: CompiledModule, stream: Stream | None) -
     module.tp_readers = {p.name: _reader(p, stream) if stream else _as_it_is for p in compiled.parameters}
     if splits_vocabulary and stream:
         _number_rows(module, stream)
-    mixin = ReadsOwnRows if splits_vocabulary else JoinsSections if module.tp_sections else ReadsLocally
+    mixin: type[ReadsLocally] = ReadsOwnRows if splits_vocabulary else _mixin(module)
     module.__class__ = _local_class(module.__class__, mixin, names)
+
+
+def _mixin(module: Any) -> type[ReadsLocally]:
+    if not module.tp_sections:
+        return ReadsLocally
+    dim, _ = module.tp_sections.get("weight", (None, ()))
+    return MultipliesSections if type(module).forward is nn.Linear.forward and dim == 0 else JoinsSections
 
 
 @cache
