@@ -103,11 +103,11 @@ def read_locally(module: Any, compiled: CompiledModule, stream: Stream | None) -
     module.tp_readers = {p.name: _reader(p, stream) if stream else _as_it_is for p in compiled.parameters}
     if splits_vocabulary and stream:
         _number_rows(module, stream)
-    mixin: type[ReadsLocally] = ReadsOwnRows if splits_vocabulary else _mixin(module)
+    mixin: type = ReadsOwnRows if splits_vocabulary else _mixin(module)
     module.__class__ = _local_class(module.__class__, mixin, names)
 
 
-def _mixin(module: Any) -> type[ReadsLocally]:
+def _mixin(module: Any) -> type:
     if not module.tp_sections:
         return ReadsLocally
     dim, _ = module.tp_sections.get("weight", (None, ()))
