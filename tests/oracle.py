@@ -149,7 +149,8 @@ def _idle(resolved: ResolvedPlan, compiled: CompiledPlan, written: str, sequence
     by_fqn = compiled.by_fqn
     if not written:
         return False
-    if any(_untrue(module, by_fqn[module.fqn], side, sequence_parallel) for module in spoken for side in SIDES):
+    whole = [module for module in spoken if not module.part]
+    if any(_untrue(module, by_fqn[module.fqn], side, sequence_parallel) for module in whole for side in SIDES):
         return True
     works = any(_works(module, by_fqn[module.fqn]) for module in spoken if _holds_parameters(resolved, module))
     works = works or any(module.style and module.style.positions for module in spoken)

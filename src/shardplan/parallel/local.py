@@ -70,13 +70,15 @@ class MultipliesSections(JoinsSections):
 
     def forward(self, x: Tensor) -> Tensor:
         weights, biases = self._sections("weight"), self._sections("bias")
-        return torch.cat([nn.functional.linear(x, *section) for section in zip(weights, biases, strict=True)], dim=-1)
+        products = [
+            nn.functional.linear(x, w, b) for w, b in zip(weights, biases or [None] * len(weights), strict=True)
+        ]
+        return torch.cat(products, dim=-1)
 
-    def _sections(self, name: str) -> list[Tensor | None]:
-        parameters: dict[str, Any] = self._parameters  # type: ignore[attr-defined]  # nn.Module's
-        if name not in self.tp_sections:  # no bias
-            return [None] * len(self.tp_sections["weight"][1])
-        return [_local(parameters[section]) for section in self.tp_sections[name][1]]
+    def _sections(self, name: str) -> list[Tensor]:
+        """Empty where there is no bias."""
+        _, stored = self.tp_sections.get(name, (0, ()))
+        return [_local(self._parameters[section]) for section in stored]
 
 
 class ReadsOwnRows(ReadsLocally):
