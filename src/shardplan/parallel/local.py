@@ -7,7 +7,7 @@ recomputation calls ``forward`` without the module's hooks and leaves it by an e
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -69,10 +69,9 @@ class MultipliesSections(JoinsSections):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        weights, biases = self._sections("weight"), self._sections("bias")
-        products = [
-            nn.functional.linear(x, w, b) for w, b in zip(weights, biases or [None] * len(weights), strict=True)
-        ]
+        weights = self._sections("weight")
+        biases: Sequence[Tensor | None] = self._sections("bias") or [None] * len(weights)
+        products = [nn.functional.linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
         return torch.cat(products, dim=-1)
 
     def _sections(self, name: str) -> list[Tensor]:
