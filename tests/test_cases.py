@@ -11,7 +11,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-import broken_models
+import case_jobs
+import parity
+from parity import Batch, Case
+from pool import Pool
 from shardplan.api import check_plan, compile_plan
 from shardplan.diagnostics import Diagnostic, Severity, errors
 from shardplan.inventory import take_inventory
@@ -53,23 +56,9 @@ def only(found: list[Diagnostic], code: str) -> Diagnostic:
     return found[0]
 
 
-class Layers(nn.Module):
-    """Two layers of an MLP that a plan may name as it likes."""
-
-    def __init__(self, features: int = 4, inner: int = 6) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer(features, inner) for _ in range(2))
-
-
-class Layer(nn.Module):
-    def __init__(self, features: int, inner: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(features, inner), nn.Linear(inner, features)
-
-
 def mlp(**sizes: int) -> nn.Module:
     with torch.device("meta"):
-        return Layers(**sizes)
+        return case_jobs.Layers(**sizes)
 
 
 # ---------------------------------------------------------------- C08: precedence
@@ -160,33 +149,78 @@ def test_c11_full_paths_say_what_they_lack(multimodal: nn.Module, tmp_path: Path
 
 # ---------------------------------------------------------------- C14, C16, C39: sizes
 
+SP215 = (
+    "KV heads replicated x{ranks} in model.layers.*.self_attn, which has {kv_heads} for tp={tp}; "
+    "k_proj and v_proj stay cut over all ranks"
+)
 
-ODD = {"hidden_size": 30, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 6}
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(
+    ("sizes", "tp"), [({"num_key_value_heads": 1}, 2), ({"num_key_value_heads": 2, "head_dim": 16}, 4)]
+)
+def test_c14_ranks_share_heads(pool: Pool, sizes: dict[str, int], tp: int, sequence_parallel: bool) -> None:
+    found = only(findings(PLAN, tiny(**sizes), f"tp={tp}", sequence_parallel=sequence_parallel), "SP215")
+    assert found.message == SP215.format(ranks=2, kv_heads=sizes["num_key_value_heads"], tp=tp)
+    assert found.severity is Severity.NOTE
+    case = Case("llama", f"tp={tp}", sequence_parallel, changes={**CASE, **sizes}, training=False)
+    assert pool.run(tp, parity.compare, case, [Batch(), Batch(5, mask=True)]) == [[]] * tp
+
+
+THREE = {"hidden_size": 30, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 6}
+SIX = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}
 
 
 @pytest.mark.parametrize(
     ("sizes", "tp", "said", "degrees"),
     [
-        ({"num_key_value_heads": 1}, 2, "4 heads, 1 KV heads, head_dim 8", "1"),
-        (ODD, 4, "3 heads, 3 KV heads, head_dim 6", "1 or 3"),
-        ({"num_key_value_heads": 2, "head_dim": 16}, 4, "4 heads, 2 KV heads, head_dim 16", "1 or 2"),
+        (THREE, 4, "3 heads, 3 KV heads, head_dim 6", "1 or 3"),
+        ({"num_key_value_heads": 1}, 3, "4 heads, 1 KV heads, head_dim 8", "1, 2 or 4"),
+        ({"num_key_value_heads": 2}, 8, "4 heads, 2 KV heads, head_dim 8", "1, 2 or 4"),
+        ({**SIX, "head_dim": 6}, 3, "6 heads, 2 KV heads, head_dim 6", "1, 2 or 6"),
+        ({**SIX, "head_dim": 8}, 6, "6 heads, 2 KV heads, head_dim 8", "1 or 2"),  # 3 ranks cannot share 8 columns
     ],
 )
-def test_c14_heads_are_not_torn_apart(sizes: dict[str, int], tp: int, said: str, degrees: str) -> None:
+def test_c14_but_heads_are_not_torn_apart(sizes: dict[str, int], tp: int, said: str, degrees: str) -> None:
     found = only(findings(PLAN, tiny(**sizes), f"tp={tp}"), "SP201")
     assert found.message == f"tp={tp} does not divide the heads of model.layers.*.self_attn: {said}"
-    assert found.expected == f"a tp that divides both: {degrees}"
+    assert found.expected == f"a tp that divides the heads, and the KV heads or is a multiple of them: {degrees}"
 
 
-def test_c16_a_pair_that_does_not_divide(tmp_path: Path) -> None:
-    plan = written(tmp_path, "layers.*: block", "layers.*.up: colwise", "layers.*.down: rowwise", root='""')
-    found = only(findings(plan, mlp(features=4, inner=5)), "SP202")
-    assert found.message == "layers.*: up and down share a dim of 5, which over tp=2 would be cut into 3+2"
-    found = only(findings(PLAN, tiny(intermediate_size=49)), "SP202")
-    assert (
-        "gate_proj, up_proj and down_proj share a dim of 49, which over tp=2 would be cut into 25+24" in found.message
+PAIR = {"layers.*": "block", "layers.*.up": "colwise", "layers.*.down": "rowwise"}
+
+
+def test_c16_a_pair_that_does_not_divide_is_exact(pool: Pool) -> None:
+    assert findings(PAIR, mlp(features=4, inner=5)) == []
+    ranks = pool.run(2, case_jobs.uneven_pair, PAIR, "tp=2", 4, 5)
+    assert [parts for parts, _ in ranks] == [
+        [[3, 4], [3], [4, 3], [4]],
+        [[2, 4], [2], [4, 2], [4]],
+    ]
+    assert [faults for _, faults in ranks] == [[], []]
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_c16_so_is_a_llama(pool: Pool, sequence_parallel: bool) -> None:
+    changes = {**CASE, "intermediate_size": 49, "mlp_bias": True}
+    assert findings(PLAN, tiny(**changes), sequence_parallel=sequence_parallel) == []
+    case = Case("llama", "tp=2", sequence_parallel, changes=changes, training=False)
+    assert pool.run(2, parity.compare, case, [Batch(), Batch(5)]) == [[], []]
+
+
+def test_c16_but_every_rank_needs_a_row_and_a_gather_equal_parts() -> None:
+    found = only(findings(PAIR, mlp(features=4, inner=5), "tp=4"), "SP202")
+    assert found.message == (
+        "layers.*: up and down share a dim of 5, which over tp=4 would be cut into 2+2+1+0: a rank without a row"
     )
-    assert found.expected == "a tp that divides 49: 1, 7 or 49"
+    assert (found.expected, found.hint) == ("at least one row for every rank", "choose a smaller tp")
+    gathered = {"layers.*.up": "colwise_gather_output", "layers.*.down": None}
+    found = only(findings(gathered, mlp(features=4, inner=5)), "SP202")
+    assert found.message == (
+        "layers.*: up has a dim of 5, which over tp=2 would be cut into 3+2, which an edge cannot gather or scatter"
+    )
+    assert found.expected == "a tp that divides 5: 1 or 5"
+    assert findings(gathered, mlp(features=4, inner=6)) == []
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -195,6 +229,18 @@ def test_c16_a_pair_that_does_not_divide(tmp_path: Path) -> None:
 def test_c39_a_vocabulary_need_not_divide(vocabulary: int, tied: bool, sequence_parallel: bool) -> None:
     model = tiny(vocab_size=vocabulary, tie_word_embeddings=tied)
     assert findings(PLAN, model, "dp=2,tp=2", sequence_parallel=sequence_parallel) == []
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "tied", "mesh", "sequence_parallel"),
+    [(33, False, "tp=2", True), (99, True, "tp=2", False), (33, True, "dp=2,tp=2", True), (99, False, "tp=2", False)],
+)
+def test_c39_and_is_exact(pool: Pool, vocabulary: int, tied: bool, mesh: str, sequence_parallel: bool) -> None:
+    changes = {**CASE, "vocab_size": vocabulary, "tie_word_embeddings": tied}
+    case = Case("llama", mesh, sequence_parallel, changes=changes, training=False)
+    for rank, seen in enumerate(pool.run(case.world_size, case_jobs.vocabulary, case)):
+        rows = (vocabulary + 1) // 2 - rank % 2
+        assert seen == {"rows": rows, "width": vocabulary, "bit-equal": True, "tied": tied, "faults": []}
 
 
 def test_c39_but_every_rank_needs_a_row() -> None:
@@ -243,22 +289,46 @@ def test_a_torch_style_of_ones_own_is_not_judged_by_its_siblings() -> None:
     assert not errors(findings([PLAN, plan], tiny()))
 
 
+QKV = "num_attention_heads * head_dim, k: num_key_value_heads * head_dim, v: num_key_value_heads * head_dim"
+SECTIONED = (
+    f".layers.*.self_attn.qkv_proj: {{style: colwise, sections: [q: {QKV}]}}",
+    ".layers.*.mlp.gate_up_proj: {style: colwise, sections: [gate: 48, up: 48]}",
+)
+AROUND = (
+    ".embed_tokens: embedding_rowwise",
+    ".rotary_emb: rotary",
+    ".layers.0: {input: replicate -> stream}",
+    ".layers.*.{input,post_attention}_layernorm: sequence_parallel",
+    ".layers.*.{self_attn.o,mlp.down}_proj: rowwise",
+    ".norm: {style: sequence_parallel, output: stream -> replicate}",
+    "lm_head: {style: colwise, output: shard(-1)}",
+)
+BLOCKS = ".layers.*.{self_attn,mlp}: block"
+
+
 def test_c20_packed_projections_are_not_cut_as_one(tmp_path: Path) -> None:
-    rules = (
-        ".embed_tokens: embedding_rowwise",
-        ".layers.*.{input,post_attention}_layernorm: sequence_parallel",
-        ".layers.*.{self_attn,mlp}: block",
-        ".layers.*.{self_attn.qkv,mlp.gate_up}_proj: colwise",
-        ".layers.*.{self_attn.o,mlp.down}_proj: rowwise",
-        ".norm: {style: sequence_parallel, output: stream -> replicate}",
-        "lm_head: colwise",
-    )
-    with torch.device("meta"):
-        model = broken_models.phi3()
-    found = findings(written(tmp_path, *rules), model)
+    plan = written(tmp_path, *AROUND, BLOCKS, ".layers.*.{self_attn.qkv,mlp.gate_up}_proj: colwise")
+    found = findings(plan, build_meta("phi3", **CASE))
     assert [finding.code for finding in found] == ["SP105", "SP105"]
-    assert "it packs sections of 32, 16, 16," in found[0].message
-    assert "it packs sections of 48, 48," in found[1].message
+    assert [finding.message.partition(": ")[2] for finding in found] == [
+        f"it packs sections of {sizes}, and a plain cut would give each rank parts of some of them only"
+        for sizes in ("32, 16, 16", "48, 48")
+    ]
+    assert [finding.hint for finding in found] == [f"declare them: `{rule}`" for rule in SECTIONED]
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_c20_what_the_findings_say_to_write_is_exact(pool: Pool, tmp_path: Path, sequence_parallel: bool) -> None:
+    """First the sections, then what counts heads."""
+    model = build_meta("phi3", **CASE)
+    found = only(findings(written(tmp_path, *AROUND, BLOCKS, *SECTIONED), model), "SP210")
+    local_sizes = "local_sizes: [config.num_attention_heads, num_key_value_heads]"
+    assert found.hint == f"have each rank read its share: `{local_sizes}` in the rule for .layers.*.self_attn"
+    blocks = (f".layers.*.self_attn: {{style: block, {local_sizes}}}", ".layers.*.mlp: block")
+    plan = written(tmp_path, *AROUND, *blocks, *SECTIONED)
+    assert findings(plan, model, sequence_parallel=sequence_parallel) == []
+    case = Case("phi3", "tp=2", sequence_parallel, plan=str(plan), changes=CASE)
+    assert pool.run(2, parity.compare, case, [Batch(), Batch(5, mask=True)]) == [[], []]
 
 
 def test_c21_a_tied_pair_with_both_ends_cut_is_one_parameter() -> None:
