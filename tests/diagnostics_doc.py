@@ -60,8 +60,10 @@ MEANING = {
     "SP109": "FSDP2 wraps modules whose forward runs, and a parameter lies in one unit.",
     "SP110": "What does nothing is usually meant to do something: it is overridden, or aims beside its mark.",
     "SP111": "Right, but FSDP2 then gathers more at once, or more often, than a step needs.",
-    "SP201": "Columns may divide where heads do not; the heads would be torn apart. Choose one of the degrees given.",
-    "SP202": "Every dim that is cut has to divide evenly. A vocabulary need not, but each rank needs a row of it.",
+    "SP201": "Columns may divide where heads do not; the heads, or the groups of a Mamba-2 mixer, would be torn apart. "
+    "Choose one of the degrees given.",
+    "SP202": "A dim need not divide evenly: the last ranks then have less. But each rank needs a row of it, and "
+    "an edge gathers and scatters equal parts only.",
     "SP203": "Between the edges of a block each rank computes on its part: what colwise linears give in parts, a "
     "rowwise one takes. A linear left whole, or cut the other way, gives wrong numbers, often without an error.",
     "SP204": "A conversion has to start from the layout that is there and to end in the one that is wanted next. "

@@ -15,7 +15,7 @@ from shardplan.diagnostics import CODES
 APPLY_ONLY = {"SP302", "SP303"}
 
 # Everything else exits with 1, the plan is wrong.
-SAID_ONLY = ("SP110", "SP111", "SP207", "SP209", "SP211", "SP213", "SP902")  # warnings and notes
+SAID_ONLY = ("SP110", "SP111", "SP207", "SP209", "SP211", "SP213", "SP215", "SP902")  # warnings and notes
 COULD_NOT_CHECK = ("SP001", "SP301", "SP901", "SP903", "SP904")
 
 

@@ -102,8 +102,8 @@ CODES = {
     "SP110": "a rule that does nothing",
     "SP111": "FSDP2 units that gather more than they need",
     # the plan against the mesh and the layouts
-    "SP201": "attention heads that tp does not divide",
-    "SP202": "a dim that tp does not divide",
+    "SP201": "heads or groups that tp does not divide",
+    "SP202": "a dim that tp cannot cut",
     "SP203": "an incomplete group of sibling projections",
     "SP204": "edges that do not meet",
     "SP205": "tied parameters with different placements",

@@ -60,6 +60,8 @@ def check_head_counts(target: Target) -> Iterator[Diagnostic]:
     for module in _with_cut_heads(target) if target.mesh.has_tp else ():
         heads, style = module.info.attention, module.style
         local = style.local_sizes if style else ()
+        if not set(local) <= _known_sizes(target, module):
+            continue  # SP214 says it
         counted = [name for name in heads.hard_coded if name not in local] if heads else []
         if heads is not None and counted and not _packs_plainly(target, module):
             name, attributes = general(module.fqn), listed([f"self.{attribute}" for attribute in counted])
@@ -73,6 +75,10 @@ def check_head_counts(target: Target) -> Iterator[Diagnostic]:
                 hint=f"have each rank read its share: `local_sizes: [{', '.join((*local, *counted))}]` in the rule for "
                 f"{target.spell(name)}",
             )
+
+
+def _known_sizes(target: Target, module: ResolvedModule) -> set[str]:
+    return {*dict(module.info.sizes), *(f"config.{name}" for name, _ in target.resolved.inventory.sizes)}
 
 
 def _packs_plainly(target: Target, module: ResolvedModule) -> bool:
