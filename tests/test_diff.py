@@ -187,7 +187,7 @@ def test_overlays_are_of_the_plan_alone(tmp_path: Path) -> None:
         ("mode=dp", 2, "is no plan, no mode=tp or mode=sp, and no mesh=AXES"),
         ("model=x", 2, "is no plan, no mode=tp or mode=sp, and no mesh=AXES"),
         ("mesh=pp=2", 2, "SP301"),
-        ("mesh=dp=1,tp=4", 1, "SP201"),
+        ("mesh=dp=1,tp=8", 1, "SP201"),
         ("no-such-plan", 2, "SP001"),
     ],
 )

@@ -328,7 +328,9 @@ def test_it_gives_the_same_as_data(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_where_the_checks_find_errors_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = run("--dry-run", "llama", "--model", "broken_models:llama_49", "--mesh", "tp=2", monkeypatch=monkeypatch)
+    result = run(
+        "--dry-run", "llama", "--model", "broken_models:llama_of_5_words", "--mesh", "tp=4", monkeypatch=monkeypatch
+    )
     assert result.exit_code == 1
     assert "SP202" in result.stdout
     assert "in all:" not in result.stdout

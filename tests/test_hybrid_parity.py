@@ -115,7 +115,12 @@ def test_mixed_precision(pool: Pool) -> None:
 # ---------------------------------------------------------------- rules on top of the shipped plan
 
 MIXER = "model.layers.*.mixer"
+STATES = ("B: n_groups * ssm_state_size", "C: 32")
 MAMBA, ATTENTION = ".layers.*.mixer@*Mamba2*", ".layers.*.mixer@*Attention"
+
+
+def in_proj(*sections: str) -> dict[str, Any]:
+    return {"style": "colwise", "sections": [dict([section.split(": ")]) for section in sections]}
 
 
 def findings(overrides: dict[str, Any], sequence_parallel: bool = False) -> list[Diagnostic]:
@@ -165,6 +170,11 @@ def test_but_not_on_the_cut_stream_where_a_rank_sees_a_part_of_the_tokens(patter
             f"conv1d is cut along dim 0 as one in block {MIXER}, where mamba2 has it cut along dim 0 in sections of "
             "64 + 32 + 32, with shares of groups, in_channels and out_channels",
         ),
+        (
+            {".layers.*.mixer.in_proj": in_proj("dt: 8", "z: 64", "x: 64", *STATES)},
+            f"in_proj is cut along dim 0 in sections of 8 + 64 + 64 + 32 + 32 in block {MIXER}, where mamba2 has it "
+            "cut along dim 0 in sections of 64 + 64 + 32 + 32 + 8",
+        ),
         ({".layers.*.mixer.norm": None}, f"norm is whole in block {MIXER}, where mamba2 has it cut along dim 0 as one"),
         (
             {".layers.*.mixer.norm": "replicated_with_grad_allreduce"},
@@ -184,4 +194,4 @@ def test_a_part_of_a_mixer_is_not_cut_in_another_way(
 
 
 def test_a_part_may_be_named_as_the_style_has_it() -> None:
-    assert findings({".layers.*.mixer.{A_log,norm}": "shard"}) == []
+    assert findings({".layers.*.mixer.in_proj": in_proj("z: 64", "x: intermediate_size", *STATES, "dt: 8")}) == []

@@ -121,9 +121,11 @@ def test_a_percentage_is_only_whole_where_the_share_is() -> None:
 
 
 def test_the_degrees_stand_at_the_end() -> None:
-    lines = report_text(report(mesh="dp=4,tp=2")).splitlines()
-    at = lines.index("tp degrees: 1, 2, 4 (of 8 ranks)")
-    assert lines[at + 1].startswith("  not 8: SP201: tp=8 does not divide the heads of model.layers.*.self_attn: ")
+    lines = report_text(report(mesh="dp=12,tp=2")).splitlines()
+    at = lines.index("tp degrees: 1, 2, 4, 8 (of 24 ranks)")
+    assert lines[at + 1].startswith(
+        "  not 3, 6, 12, 24: SP201: tp=3 does not divide the heads of model.layers.*.self_attn: "
+    )
 
 
 def test_tied_parameters_count_once_and_are_named() -> None:
