@@ -101,8 +101,9 @@ def _misfit(target: Target, module: ResolvedModule, style: Style) -> tuple[str, 
     if not cut:
         return f"{style.name} cuts no parameter of it", "sections with a style that cuts: colwise or shard"
     names = [section.name for section in style.sections]
-    if len(set(names)) < len(names):
-        return f"two of {listed(names)} have one name", "a name for each"
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        return f"two are named {twice}", "a name for each"
     try:
         lengths = section_lengths(style.sections, inventory, module.fqn)
     except UnknownSizeError as unknown:

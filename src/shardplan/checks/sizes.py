@@ -41,11 +41,11 @@ def check_shared_heads(target: Target) -> Iterator[Diagnostic]:
         module = target.resolved.by_fqn[fqn]
         if module.info.attention is not None:
             kv_heads, tp = module.info.attention.kv_heads, target.mesh.tp
-            names = listed([last(other) for other in target.shared_heads if next(ancestors(other), None) == fqn])
+            names = [last(other) for other in target.shared_heads if next(ancestors(other), None) == fqn]
             yield Diagnostic(
                 "SP215",
                 f"KV heads replicated x{shared.ranks} in {general(fqn)}, which has {kv_heads} for tp={tp}; "
-                f"{names} stay cut over all ranks",
+                f"{listed(names)} {'stay' if len(names) > 1 else 'stays'} cut over all ranks",
                 where=_where(target, module),
                 subject=general(fqn),
                 expected=f"at no cost: a tp up to {kv_heads}",

@@ -1,0 +1,152 @@
+"""What is said of sections, local sizes and shared KV heads; tests/test_cases.py has the sizes themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import broken_models
+from golden import BROKEN
+from shardplan import check_plan
+from shardplan.diagnostics import Diagnostic, Severity
+from shardplan.references import build_meta_model
+from tiny_models import build_meta
+
+GATE_UP, ATTENTION = ".layers.*.mlp.gate_up_proj", ".layers.*.self_attn"
+
+
+STABLELM = str(BROKEN / "SP210.yaml")  # the plan for Llama, on StableLM
+
+
+def findings(
+    plan: str, model: Any, overrides: dict[str, Any] | None = None, mesh: str = "tp=2", **options: Any
+) -> list[Diagnostic]:
+    built = build_meta(model) if isinstance(model, str) else model
+    return [f for f in check_plan(plan, built, mesh, overrides=overrides, **options) if f.code != "SP209"]
+
+
+def sectioned(*sections: dict[str, str | int], style: str = "colwise") -> dict[str, Any]:
+    return {"style": style, "sections": list(sections)}
+
+
+@pytest.mark.parametrize(
+    ("plan", "overrides", "message", "expected"),
+    [
+        (
+            "phi3",
+            {GATE_UP: sectioned({"gate": "intermediate_size"}, {"up": "hidden_size"})},
+            "sections of model.layers.*.mlp.gate_up_proj: 128 + 64 is 192, but weight has 256",
+            "sections that add up to 256",
+        ),
+        (
+            "phi3",
+            {GATE_UP: sectioned({"gate": "2 * ffn"}, {"up": 128})},
+            "sections of model.layers.*.mlp.gate_up_proj: nobody knows 'ffn'",
+            "the name of a whole number",
+        ),
+        (
+            "phi3",
+            {GATE_UP: sectioned({"half": 128}, {"half": 128})},
+            "sections of model.layers.*.mlp.gate_up_proj: two are named half",
+            "a name for each",
+        ),
+        (
+            "phi3",
+            {".layers.*.input_layernorm": sectioned({"left": 32}, {"right": 32}, style="sequence_parallel")},
+            "sections of model.layers.*.input_layernorm: sequence_parallel cuts no parameter of it",
+            "sections with a style that cuts: colwise or shard",
+        ),
+        (
+            "gpt2",
+            {"lm_head": {**sectioned({"known": 128}, {"rare": 128}), "output": "shard(-1)"}},
+            "sections of lm_head: weight is tied to another parameter",
+            "a packed parameter of its own",
+        ),
+        (
+            "phi3",
+            {ATTENTION: {"style": "block", "local_sizes": ["config.num_attention_heads", "kv_heads"]}},
+            "model.layers.*.self_attn, a Phi3Attention, has no whole number kv_heads",
+            "one of head_dim, layer_idx, num_key_value_groups or num_key_value_heads",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) and value in ("phi3", "gpt2") else "",
+)
+def test_sections_and_local_sizes_that_do_not_fit(
+    plan: str, overrides: dict[str, Any], message: str, expected: str
+) -> None:
+    (found,) = findings(plan, plan, overrides)
+    assert (found.code, found.severity) == ("SP214", Severity.ERROR)
+    assert (found.message, found.expected) == (message, expected)
+
+
+@pytest.mark.parametrize(
+    "sizes", [["gate: 128", "up: 128"], ["gate: hidden_size + hidden_size", "up: 2 * hidden_size"]]
+)
+def test_sizes_may_be_spelled_in_any_way_that_comes_to_the_same(sizes: list[str]) -> None:
+    sections = [dict([size.split(": ")]) for size in sizes]
+    assert findings("phi3", "phi3", {GATE_UP: sectioned(*sections)}) == []
+
+
+# ---------------------------------------------------------------- SP201: groups
+
+
+@pytest.mark.parametrize(
+    ("tp", "odd"),
+    [(16, "n_groups=8"), (3, "num_heads=128, n_groups=8, intermediate_size=8192 and conv_dim=10240")],
+)
+def test_a_mixer_is_cut_by_group(tp: int, odd: str) -> None:
+    model = build_meta_model("nemotron-h-8b")
+    found = {finding.subject: finding for finding in findings("nemotron_h", model, mesh=f"tp={tp}") if
+             "heads of" not in finding.message and finding.code == "SP201"}  # fmt: skip
+    (mixer,) = found.values()
+    assert mixer.message == f"tp={tp} does not divide {odd} of model.layers.*.mixer"
+    assert mixer.expected == "a tp that divides all that is counted: 1, 2, 4 or 8"
+    assert findings("nemotron_h", model, mesh="tp=8") == []
+
+
+# ---------------------------------------------------------------- SP210: silenced by local sizes
+
+
+def test_attention_may_be_told_its_share() -> None:
+    model = broken_models.stablelm()
+    (found,) = findings(STABLELM, model)
+    assert found.code == "SP210"
+    assert found.hint.startswith("have each rank read its share: `local_sizes: [num_heads, num_key_value_heads]` in ")
+    told = {ATTENTION: {"style": "block", "local_sizes": ["num_heads", "num_key_value_heads"]}}
+    assert findings(STABLELM, model, told) == []
+    half = {ATTENTION: {"style": "block", "local_sizes": ["num_heads"]}}
+    (found,) = findings(STABLELM, model, half)
+    assert "shapes its activations by self.num_key_value_heads, " in found.message
+    assert "`local_sizes: [num_heads, num_key_value_heads]`" in found.hint
+
+
+# ---------------------------------------------------------------- SP215
+
+
+@pytest.mark.parametrize(
+    ("plan", "model", "tp", "ranks", "attention", "projections"),
+    [
+        ("llama", "llama-2kv", 4, 2, "model.layers.*.self_attn", "k_proj and v_proj stay"),
+        ("llama", "llama-1kv", 4, 4, "model.layers.*.self_attn", "k_proj and v_proj stay"),
+        ("nemotron_h", "nemotron-h", 4, 2, "model.layers.*.mixer", "k_proj and v_proj stay"),
+        ("phi3", "phi3", 4, 2, "model.layers.*.self_attn", "qkv_proj stays"),
+    ],
+)
+def test_heads_that_ranks_share_are_a_note(
+    plan: str, model: str, tp: int, ranks: int, attention: str, projections: str
+) -> None:
+    (found,) = findings(plan, model, mesh=f"tp={tp}")
+    assert (found.code, found.severity, found.subject) == ("SP215", Severity.NOTE, attention)
+    assert found.message == (
+        f"KV heads replicated x{ranks} in {attention}, which has {tp // ranks} for tp={tp}; "
+        f"{projections} cut over all ranks"
+    )
+    assert found.expected == f"at no cost: a tp up to {tp // ranks}"
+    assert f"an all-gather of their outputs among {ranks} neighbours" in found.hint
+    assert findings(plan, model, mesh=f"tp={tp // ranks}") == []
+
+
+def test_attention_that_stays_whole_shares_nothing() -> None:
+    whole = {ATTENTION: None, f"{ATTENTION}.*_proj": None}
+    assert [f.code for f in findings("llama", "llama-1kv", whole, "tp=4")] in ([], ["SP211"])
