@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 from torch.distributed.fsdp import FSDPModule
 
 import communication
+import hybrid_jobs
 import parity
 import tiny_models
+from shardplan import lower
 from shardplan.apply import APPLIED
+from shardplan.compiled import CompiledModule, CompiledSection
+from shardplan.edges import Collective
 from shardplan.layouts import Conversion
 from shardplan.parallel import collectives, local, recompute, style
 from shardplan.resolve import ResolvedModule
-from shardplan.styles import Kind
+from shardplan.styles import Kind, Split, Style
 
 _place = style.LocalStyle._place
 
@@ -49,6 +54,36 @@ def _unchanged(x: Any, *args: Any) -> Any:
     return x
 
 
+_split_sections = style.split_sections
+_localise = style.localise
+_sections = lower._Lowering._sections
+
+
+def _swap_the_last_two_sections(module: Any, compiled: CompiledModule) -> None:
+    """Where they are of one length: nothing but the numbers can tell."""
+    parameters = []
+    for parameter in compiled.parameters:
+        *others, first, second = parameter.sections or (None, None)
+        if first and second and first.length == second.length:
+            swapped = (replace(first, start=second.start), replace(second, start=first.start))
+            parameters.append(replace(parameter, sections=(*others, *swapped)))
+        else:
+            parameters.append(parameter)
+    _split_sections(module, replace(compiled, parameters=tuple(parameters)))
+
+
+def _all_but_the_groups(module: Any, sizes: Any, ranks: Any) -> None:
+    _localise(module, [size for size in sizes if size.name != "n_groups"], ranks)
+
+
+def _none_of_a_convolution(self: Any, style: Any, fqn: str) -> Iterator[CompiledSection]:
+    return iter(()) if fqn.endswith("conv1d") else _sections(self, style, fqn)
+
+
+def _gather_of_one_ranks_gradient(forward: str, backward: str, **where: Any) -> Collective:
+    return Collective(forward, "chunk", **where)
+
+
 BREAKAGES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "skip the sum of replicated gradients, tp alone": lambda: patch("shardplan.apply.sum_in_graph", _nothing),
     "skip the sum of replicated gradients, FSDP2": lambda: patch("shardplan.apply.sum_in_units", _nothing),
@@ -68,6 +103,16 @@ BREAKAGES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "leave positions to the model": lambda: patch.object(
         style, "full_positions", lambda stream, module, args, kwargs: (args, kwargs)
     ),
+    "swap two sections": lambda: patch("shardplan.parallel.style.split_sections", _swap_the_last_two_sections),
+    "forget all local sizes": lambda: patch("shardplan.parallel.style.localise", _nothing),
+    "forget a mixer's groups": lambda: patch("shardplan.parallel.style.localise", _all_but_the_groups),
+    "cut a convolution as one": lambda: patch.object(lower._Lowering, "_sections", _none_of_a_convolution),
+    "add the bias behind a latent projection on every rank": lambda: patch.object(
+        Style, "adds_bias_once", property(lambda self: self.split is Split.INPUT)
+    ),
+    "leave shared heads' gradients unsummed": lambda: patch(
+        "shardplan.kv_heads.Collective", _gather_of_one_ranks_gradient
+    ),
     "leave the head's gradient unsummed": lambda: patch.dict(collectives.OPERATIONS, multiply=_unchanged),
 }
 
@@ -76,6 +121,23 @@ def compare(breakage: str, case: parity.Case, batches: list[parity.Batch]) -> li
     """The faults that the parity contract finds in a broken model."""
     with BREAKAGES[breakage]():
         return parity.compare(case, batches)
+
+
+def compare_fused(breakage: str, case: parity.Case, batches: list[parity.Batch]) -> list[str]:
+    """The same where mixers take their fused path."""
+    with BREAKAGES[breakage]():
+        return hybrid_jobs.fused(case, batches)[0]
+
+
+def error_of(breakage: str, case: parity.Case) -> str:
+    """What a forward raises, on every rank before it sends anything that others would wait for."""
+    with BREAKAGES[breakage]():
+        model = case.apply(tiny_models.build(case.model), parity.build_mesh(case.mesh))
+        try:
+            model(**parity.make_inputs(parity.Batch())[0], use_cache=False)
+        except RuntimeError as error:
+            return str(error)
+    return ""
 
 
 def run(breakage: str, function: Callable[..., Any], *args: Any) -> Any:

@@ -1,5 +1,7 @@
 """Guarantees broken on purpose, one at a time: each must turn a test red, or the suite is blind to it."""
 
+import re
+
 import pytest
 import torch
 
@@ -27,6 +29,12 @@ PARITY = {
     "add a row-wise bias on every rank": Case("llama-biased", "tp=2", sequence_parallel=False),
     "count a whole stream's gradients tp times": Case("llama", "tp=2", sequence_parallel=True),
     "leave the head's gradient unsummed": Case("llama", "tp=2", sequence_parallel=True),
+    "swap two sections": Case("phi3", "tp=2", sequence_parallel=False, training=False),
+    "cut a convolution as one": Case("nemotron-h", "tp=2", sequence_parallel=False, training=False),
+    "add the bias behind a latent projection on every rank": Case(
+        "nemotron-h-biased", "tp=2", sequence_parallel=False, training=False
+    ),
+    "leave shared heads' gradients unsummed": Case("qwen2-1kv", "tp=2", sequence_parallel=False, training=False),
 }
 
 
@@ -34,6 +42,24 @@ PARITY = {
 def test_parity_notices(pool: Pool, breakage: str) -> None:
     faults = pool.run(2, broken.compare, breakage, PARITY[breakage], [Batch(), Batch(length=5)])
     assert all(faults)
+
+
+def test_parity_notices_one_section_out_of_place_in_a_mixer(pool: Pool) -> None:
+    case = Case("nemotron-h", "tp=2", sequence_parallel=True, training=False)
+    assert all(pool.run(2, broken.compare, "swap two sections", case, [Batch()]))
+
+
+@pytest.mark.parametrize("model", ["phi3", "gpt2", "nemotron-h"])
+def test_forgotten_local_sizes_fit_no_shape(pool: Pool, model: str) -> None:
+    case = Case(model, "tp=2", sequence_parallel=False)
+    for error in pool.run(2, broken.error_of, "forget all local sizes", case):
+        assert re.search(r"shape|split", error)
+
+
+def test_the_fused_path_notices_forgotten_groups(pool: Pool) -> None:
+    """Its shapes do not tell: see tests/test_mamba_kernels.py."""
+    case = Case("nemotron-h", "tp=2", sequence_parallel=False, training=False)
+    assert all(pool.run(2, broken.compare_fused, "forget a mixer's groups", case, [Batch()]))
 
 
 def test_recomputation_notices(pool: Pool) -> None:
