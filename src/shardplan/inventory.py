@@ -91,6 +91,7 @@ class Inventory:
         attention: the attention implementation that the model is configured for.
         own_forward: whether the model's forward is a user's, not transformers'; what its head reads is then unknown.
         sizes: the whole numbers in its config, by field.
+        tp_plan, fsdp_plan: transformers' own plans for it, by general name.
         dropout: the probabilities above zero in its config, by name.
         sliding_window: whether its config names a sliding window, which needs a mask.
     """
@@ -103,6 +104,8 @@ class Inventory:
     sliding_window: bool
     own_forward: bool
     sizes: tuple[tuple[str, int], ...]
+    tp_plan: tuple[tuple[str, str], ...]
+    fsdp_plan: tuple[tuple[str, str], ...]
     dropout: tuple[tuple[str, float], ...]
 
     def size(self, name: str, fqn: str) -> int | None:
@@ -146,6 +149,8 @@ def take_inventory(model: nn.Module) -> Inventory:
         sliding_window=bool(getattr(_text_config(config), "sliding_window", None)),
         own_forward=not unwrap(innermost.forward).__module__.startswith("transformers."),
         sizes=_whole_numbers(_text_config(config)),
+        tp_plan=tuple((getattr(model, "tp_plan", None) or {}).items()),
+        fsdp_plan=tuple((getattr(model, "fsdp_plan", None) or {}).items()),
         dropout=_dropout(_text_config(config)),
     )
 

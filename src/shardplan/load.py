@@ -105,8 +105,8 @@ class _Build:
             extends=file.extends,
             extends_where=self.source.locate(("extends",)) if file.extends else None,
             fallback=file.fallback,
+            over_hf="hf" in (file.extends, file.fallback),
         )
-        self._refuse_what_is_to_come(file)
         return plan, self.findings
 
     def _rules(self, file: PlanFile) -> Iterable[Rule]:
@@ -148,16 +148,6 @@ class _Build:
             where = self.source.locate(path)
             self.findings.append(Diagnostic("SP009", f"'{text}' is no pattern: {error}", where=where, subject=text))
             return None
-
-    def _refuse_what_is_to_come(self, file: PlanFile) -> None:
-        """transformers' own plan as a layer: the file format has the words, this release not yet the meaning."""
-        for key, value in (("extends", file.extends), ("fallback", file.fallback)):
-            if value == "hf":
-                message = f"'{key}: hf' is for a later release: transformers' own plans are not read yet"
-                where = self.source.locate((key,))
-                self.findings.append(
-                    Diagnostic("SP011", message, where, key, hint="remove the line and write the rules out")
-                )
 
 
 def rule_options(stated: RuleOptions) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shardplan.diagnostics import Diagnostic, PlanError
+from shardplan.diagnostics import Diagnostic, Location, PlanError
 from shardplan.from_python import plan_from_dict
 from shardplan.load import find_plan, load_plan
 from shardplan.plan import Layer, MixedPrecision, Plan, Recompute, Reference, Rule, Unit
@@ -19,17 +19,19 @@ Ranked = TypeVar("Ranked", Rule, Unit, Recompute)
 PlanSource = str | Path | Plan | Mapping[str, Any]
 
 AUTO = "auto"
+HF = "hf"  # transformers' own plan
 
 
 def read_plan(plan: PlanSource | Sequence[PlanSource], architectures: Sequence[str] = ()) -> Plan:
     """Load a plan, or layers of which later ones win, with everything that they extend, and merge them.
 
     Args:
-        plan: paths, shipped names, plans, dicts of patterns to styles; ``"auto"`` is the shipped plan for the model.
+        plan: paths, shipped names, plans, dicts of patterns to styles; ``"auto"`` is the shipped plan for the model,
+            or where none is shipped transformers' own.
         architectures: the model's class names, for ``"auto"``.
 
     Raises:
-        PlanError: a file cannot be read or is not a plan; SP106, no plan is shipped for the model.
+        PlanError: a file cannot be read or is not a plan.
     """
     sources = [plan] if isinstance(plan, str | Path | Plan | Mapping) else list(plan)
     return merge([layer for source in sources for layer in _layers(source, architectures)])
@@ -42,16 +44,13 @@ def _layers(source: PlanSource, architectures: Sequence[str]) -> tuple[Plan, ...
 
 
 def _shipped_for(architectures: Sequence[str]) -> Plan:
-    """The shipped plan for the nearest of the model's classes."""
+    """The shipped plan for the nearest of the model's classes; where there is none, transformers' own."""
     plans = [load_plan(path) for path in shipped_plans().values()]
     for architecture in architectures:
         for plan in plans:
             if architecture in plan.architectures:
                 return plan
-    model = architectures[0] if architectures else "a model without a class"
-    known = ", ".join(sorted(name for plan in plans for name in plan.architectures))
-    hint = "write a plan, or extend one of a model that is built alike"
-    raise PlanError([Diagnostic("SP106", f"no plan is shipped for {model}", None, model, f"one of {known}", hint)])
+    return Plan(AUTO, Location(AUTO), over_hf=True)
 
 
 def resolve_layers(plan: Plan) -> tuple[Plan, ...]:
@@ -61,7 +60,7 @@ def resolve_layers(plan: Plan) -> tuple[Plan, ...]:
         PlanError: SP011, a layer that is not there or that goes round in a circle; or what is wrong in its file.
     """
     layers, seen = [plan], [_identity(plan)]
-    while (upper := layers[-1]).extends is not None:
+    while (upper := layers[-1]).extends not in (None, HF):
         path = _extended(upper)
         if path.resolve() in seen:
             chain_of_names = " -> ".join((*(layer.name for layer in layers), path.stem))
@@ -105,6 +104,7 @@ def merge(layers: Sequence[Plan]) -> Plan:
         extends_where=_highest(plan.extends_where for plan in ranked),
         fallback=_highest(plan.fallback for plan in ranked),
         omits_silently=all(plan.omits_silently for plan in ranked),
+        over_hf=any(plan.over_hf for plan in ranked),
     )
 
 

@@ -128,6 +128,7 @@ class Plan:
         rank: that of the plan's own layer, the highest; what layers below it say is inherited.
         omits_silently: written as a Python dict, whose convention is that what it does not name is replicated.
         fallback: ``hf`` lets the model's own tp_plan fill modules on which no rule spoke; ``none`` does not.
+        over_hf: the model's own tp_plan, completed, is the lowest layer; it is known once there is a model.
     """
 
     name: str
@@ -146,6 +147,7 @@ class Plan:
     extends: str | None = None
     extends_where: Location | None = None
     fallback: Literal["hf", "none"] | None = None
+    over_hf: bool = False
     omits_silently: bool = False
     rank: int = 0
 

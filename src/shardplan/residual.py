@@ -50,8 +50,20 @@ class ResidualStream:
         return self.gathers[0].fqn if self.gathers else None
 
     def carries(self, fqn: str) -> bool:
-        """Whether a module runs inside one of the layers."""
-        return self.layers is not None and fqn.startswith(f"{self.layers}.")
+        """Whether a module runs inside one of the layers, and in no region where the stream is whole."""
+        inside = self.layers is not None and fqn.startswith(f"{self.layers}.")
+        return inside and self.regions.isdisjoint(ancestors(fqn))
+
+    @cached_property
+    def regions(self) -> frozenset[str]:
+        """Modules that gather the stream for all below them and cut it again behind. No blocks: all is whole there."""
+        return frozenset(
+            module.fqn
+            for module in self._resolved.modules
+            if module.block is None and not (module.style and module.style.opens_block)
+            if _turns(input_conversion(module), STREAM, REPLICATE)
+            and _turns(output_conversion(module), REPLICATE, STREAM)
+        )
 
     def _first_layer(self) -> str | None:
         """The member of a list of modules that holds the first block, or is it."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Generic, TypeVar
 
+from shardplan.hf.plan import below, hf_plan
 from shardplan.inventory import Inventory, ModuleInfo, ParameterInfo, ancestors
 from shardplan.layouts import Conversion
 from shardplan.patterns import Alternative, Pattern, Specificity
@@ -172,6 +173,8 @@ class ResolvedPlan:
 
 def resolve(plan: Plan, inventory: Inventory, styles: Mapping[str, Style] = STYLES) -> ResolvedPlan:
     """Lay ``plan`` over ``inventory``. Nothing is refused here: what does not fit is kept as data for `check`."""
+    if plan.over_hf:
+        plan = below(plan, hf_plan(inventory))
     root = find_root(plan, inventory)
     names = _names(inventory)
     rules = tuple(Matched(rule, _match(rule.pattern, root, names)) for rule in plan.rules)

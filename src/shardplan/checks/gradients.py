@@ -79,7 +79,8 @@ def _fault(target: Target, module: ResolvedModule, style: Style, *, in_parts: bo
             f"{_named(style)} does not sum that",
             f"use replicated_with_grad_allreduce, or make {general(next(ancestors(module.fqn), ''))} a block",
         )
-    on_stream = target.stream.carries(module.fqn) or module in target.stream.gathers
+    whole = module.fqn in target.stream.regions
+    on_stream = (target.stream.carries(module.fqn) and not whole) or module in target.stream.gathers
     if style.gradient is Gradient.PARTIAL:
         return (
             f"each rank has the whole of it there, and {_named(style)} adds them up",

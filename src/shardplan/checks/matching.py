@@ -11,15 +11,27 @@ from shardplan.checks.names import general, nearest
 from shardplan.checks.target import Target, count, listed, size
 from shardplan.diagnostics import Diagnostic, Severity
 from shardplan.inventory import ParameterInfo, ancestors
+from shardplan.load import load_plan
 from shardplan.plan import Recompute, Rule, Unit
 from shardplan.resolve import Match, Matched
+from shardplan.resources import shipped_plans
 from shardplan.styles import Kind, Split
 
 
 def check_architectures(target: Target) -> Iterator[Diagnostic]:
     """SP106, SP107: the plan is for this model, and its root is there."""
     plan, inventory = target.resolved.plan, target.resolved.inventory
-    if plan.architectures and not set(plan.architectures) & set(inventory.architectures):
+    if plan.over_hf and not inventory.tp_plan:
+        shipped = sorted({name for path in shipped_plans().values() for name in load_plan(path).architectures})
+        yield Diagnostic(
+            "SP106",
+            f"no plan is shipped for {inventory.architectures[0]}, and transformers has none for it",
+            where=plan.where,
+            subject=inventory.architectures[0],
+            expected=f"a model with a tp_plan, or one of {', '.join(shipped)}",
+            hint="write a plan, or extend one of a model that is built alike",
+        )
+    elif plan.architectures and not set(plan.architectures) & set(inventory.architectures):
         yield Diagnostic(
             "SP106",
             f"plan '{plan.name}' is not for {inventory.architectures[0]}",

@@ -10,6 +10,7 @@ from shardplan.checks.target import Target, listed
 from shardplan.diagnostics import Diagnostic
 from shardplan.plan import Rule
 from shardplan.residual import output_conversion
+from shardplan.styles import Split
 
 _ORDER = "colwise linears, then a rowwise one"
 _ALIKE = "make all of them colwise"
@@ -45,7 +46,7 @@ def _incomplete(target: Target, group: Group) -> list[Diagnostic]:
         message = f"{_names(whole)} {verb} whole in {group.name}, where {_roles(producers, consumers)}"
         expected = f"every linear of {group.name} is cut"
         return [_fault(target, group, message, expected, _remedy(group, whole), (*whole, *producers, *consumers))]
-    if not consumers and _ends_in_parts(group):
+    if not consumers and _ends_in_parts(group) and not _holds_shards(target, group):
         given = _names(producers) or "its members"
         message = f"{group.name} has no rowwise linear to add up what {given} give in parts"
         return [_fault(target, group, message, _ORDER, _last_hint(group), (*producers, *group.members))]
@@ -54,6 +55,12 @@ def _incomplete(target: Target, group: Group) -> list[Diagnostic]:
         hint = f"make the linears before {consumers[0].name} colwise"
         return [_fault(target, group, message, _ORDER, hint, (*consumers, *group.members))]
     return []
+
+
+def _holds_shards(target: Target, group: Group) -> bool:
+    """Whether parameters that are cut by number, those of fused experts, give the parts that the block adds up."""
+    inside = target.resolved.children(group.owner.fqn)
+    return any(p.style is not None and p.style.split is Split.DIM for m in inside for p in m.parameters)
 
 
 def _ends_in_parts(group: Group) -> bool:

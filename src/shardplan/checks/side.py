@@ -46,7 +46,8 @@ def _covered(
 ) -> str | None:
     """What a parameter has an entry for, in words; None where it is the same for every rank."""
     heads = owner.info.attention
-    for length in parameter.shape:
+    if len(parameter.shape) == 1:  # a matrix is a router's, or a linear of a class of its own
+        (length,) = parameter.shape
         if length in widths and (heads is None or length != heads.head_dim):
             return f"every feature that {widths[length]} gives"
     if heads and parameter.shape and _counts_heads(parameter.shape, heads, of_owner=module is owner):
@@ -125,5 +126,16 @@ def _follows_heads(shape: tuple[int, ...], dim: int, group: Group, module: Resol
 
 def _pairs(parameter: ResolvedParameter, module: ResolvedModule, length: int) -> bool:
     """Fused experts: what one parameter gives in parts, another one of the module takes in parts."""
-    others = (p for p in module.parameters if p is not parameter and p.style is not None and p.style.split is Split.DIM)
-    return any(p.style and p.style.dim < len(p.info.shape) and p.info.shape[p.style.dim] == length for p in others)
+    others = [p for p in module.parameters if p is not parameter and p.style is not None and p.style.split is Split.DIM]
+    lengths = _section_lengths(parameter) or {length}
+    return any(lengths & (_section_lengths(other) or _cut_length(other)) for other in others)
+
+
+def _section_lengths(parameter: ResolvedParameter) -> set[int]:
+    """Of sections that say numbers; those by name are looked up by `check_sections`."""
+    return {int(s.size) for s in parameter.style.sections if s.size.isdigit()} if parameter.style else set()
+
+
+def _cut_length(parameter: ResolvedParameter) -> set[int]:
+    shape, dim = parameter.info.shape, parameter.style.dim if parameter.style else 0
+    return {shape[dim]} if dim < len(shape) else set()

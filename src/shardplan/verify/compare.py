@@ -168,9 +168,12 @@ class _Pair:
             self._zero_grad()
             self._accumulate(0, synchronises)
             yield from self._gradients()
+        grads = [parameter.grad for parameter in self.reference.parameters() if parameter.grad is not None]
+        expected = sqrt(sum(grad.double().norm().item() ** 2 for grad in grads))
         norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), CLIP) for m in (self.reference, self.sharded)]
-        expected, actual = (_whole(norm).item() for norm in norms)
-        if not abs(actual - expected) <= NORM * expected:
+        unsharded, actual = (_whole(norm).item() for norm in norms)
+        # torch 2.13 on CPU adds up squares in fp32: over millions of elements it is off by more than NORM itself.
+        if not abs(actual - expected) <= NORM * expected + 2 * abs(unsharded - expected):
             yield Deviation("norm", "", f"the gradient norm is {actual:.6g}, not {expected:.6g}", "")
 
     def training(self) -> Iterator[Deviation]:

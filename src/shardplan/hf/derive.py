@@ -1,0 +1,299 @@
+"""transformers' own plan completed to one of ours: blocks around what is cut, the stream, the ends, what stays whole.
+
+transformers names linears, and each of them converts for itself. Here the module of a decoder layer that they belong to
+becomes a block, which converts once on its way in and once on its way out. What its plan leaves out is decided by where
+it stands: inside a block its gradient is partial, on the stream it is a norm or a module that gathers for itself, and
+elsewhere it is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from shardplan.checks.names import general, last
+from shardplan.hf.styles import HF_STYLES, Meaning
+from shardplan.inventory import Inventory, ModuleInfo, ParameterInfo, ancestors
+from shardplan.layouts import REPLICATE, STREAM, Conversion, shard
+from shardplan.sections import Section
+from shardplan.styles import Kind
+
+SCATTERED, GATHERED = Conversion(REPLICATE, STREAM), Conversion(STREAM, REPLICATE)
+
+
+@dataclass(frozen=True, slots=True)
+class Treatment:
+    """What a derived rule says of a name; ``source`` is the key of transformers' plan that says so, "" if none does."""
+
+    style: str | None
+    input: Conversion | None = None
+    output: Conversion | None = None
+    dim: int | None = None
+    sections: tuple[Section, ...] = ()
+    local_sizes: tuple[str, ...] = ()
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Derived:
+    """Treatments by name, units by name with ``reshard``, and keys of transformers' plan that match nothing."""
+
+    treatments: dict[str, Treatment]
+    units: dict[str, bool | None]
+    dead: tuple[str, ...]
+    unknown: dict[str, str]
+
+
+def derive(inventory: Inventory, plan: Mapping[str, str], fsdp_plan: Mapping[str, str]) -> Derived:
+    """Complete transformers' ``plan`` for a model.
+
+    Args:
+        inventory: the model.
+        plan: general names (``model.layers.*.mlp``) to style names, as ``model.tp_plan`` has them.
+        fsdp_plan: the same of ``model.fsdp_plan``.
+    """
+    names = {name: general(name) for name in (*inventory.by_fqn, *(p.fqn for p in inventory.parameters))}
+    keys = set(names.values())
+    known = {key: HF_STYLES[style].meaning for key, style in plan.items() if style in HF_STYLES and key in keys}
+    meant = {name: known[key] for name, key in names.items() if key in known}
+    derivation = _Derivation(inventory, meant)
+    derivation.run()
+    return Derived(
+        treatments=derivation.treatments,
+        units=_units(fsdp_plan, derivation),
+        dead=tuple(key for key in plan if key not in keys),
+        unknown={key: style for key, style in plan.items() if style not in HF_STYLES},
+    )
+
+
+@dataclass
+class _Derivation:
+    """Decides part by part; what is decided first stays."""
+
+    inventory: Inventory
+    meant: Mapping[str, Meaning]
+    treatments: dict[str, Treatment] = field(default_factory=dict)
+
+    def run(self) -> None:
+        self._ends()
+        for child in self._children_of_layers:
+            self._child(child)
+        self._stream()
+        self._rest()
+
+    def _say(self, name: str, treatment: Treatment) -> None:
+        self.treatments.setdefault(name, treatment)
+
+    # ------------------------------------------------ where things stand
+
+    @cached_property
+    def _lists(self) -> tuple[str, ...]:
+        """The lists of decoder layers: the outermost ones around what transformers' plan cuts."""
+        found: dict[str, None] = {}
+        for name, meaning in self.meant.items():
+            if meaning in (Meaning.CUT_OUTPUT, Meaning.CUT_INPUT, Meaning.GATHERED_OUTPUT, Meaning.EXPERTS):
+                around = [fqn for fqn in ancestors(name) if self.inventory.by_fqn[fqn].container]
+                found |= dict.fromkeys(around[-1:])
+        return tuple(found)
+
+    @cached_property
+    def layers(self) -> tuple[str, ...]:
+        return tuple(
+            m.fqn for m in self.inventory.modules if m.fqn and next(ancestors(m.fqn)) in self._lists and not m.container
+        )
+
+    @cached_property
+    def _children_of_layers(self) -> tuple[ModuleInfo, ...]:
+        """What a layer consists of, and the members of lists among that."""
+        found = []
+        for module in self.inventory.modules:
+            around = [fqn for fqn in ancestors(module.fqn) if not self.inventory.by_fqn[fqn].container]
+            if module.fqn and not module.container and around[0] in self.layers:
+                found.append(module)
+        return tuple(found)
+
+    def _below(self, fqn: str) -> tuple[ModuleInfo, ...]:
+        prefix = f"{fqn}."
+        return tuple(module for module in self.inventory.modules if module.fqn.startswith(prefix))
+
+    def _meanings(self, fqn: str) -> set[Meaning]:
+        """Of a module and everything below it."""
+        return {meaning for name, meaning in self.meant.items() if f"{name}.".startswith(f"{fqn}.")}
+
+    # ------------------------------------------------ decisions
+
+    def _ends(self) -> None:
+        """The table of words, cut over them, and the head, which hands its logits on as they are."""
+        if not self.meant:
+            return
+        embedding, head = self.inventory.embedding, self.inventory.head
+        if embedding is not None and self.inventory.by_fqn[embedding].kind is Kind.EMBEDDING:
+            self._say(embedding, Treatment("embedding_rowwise"))
+        if head is not None and self.inventory.by_fqn[head].kind is Kind.LINEAR:
+            self._say(head, Treatment("colwise", output=Conversion(shard(-1), shard(-1))))
+
+    def _child(self, child: ModuleInfo) -> None:
+        """A norm, attention, an MLP: one of the modules that a decoder layer runs."""
+        meanings = self._meanings(child.fqn)
+        if Meaning.CUT_INPUT in meanings and meanings & {
+            Meaning.CUT_OUTPUT,
+            Meaning.PACKED_OUTPUT,
+            Meaning.PACKED_LAST,
+        }:
+            self._block(child)
+        elif _owns_parameters(self.inventory, child.fqn):
+            self._outside_blocks(child)
+
+    def _block(self, block: ModuleInfo) -> None:
+        for module in (block, *self._below(block.fqn)):
+            self._complete_mlp(module)
+        self._say(block.fqn, Treatment("block", local_sizes=block.attention.hard_coded if block.attention else ()))
+        for module in (block, *self._below(block.fqn)):
+            for parameter in module.parameters:
+                self._parameter_in_block(module, parameter)
+            if module.fqn in self.meant and module is not block:
+                self._module_in_block(module)
+
+    def _complete_mlp(self, module: ModuleInfo) -> None:
+        """An MLP inside a block that transformers' plan leaves whole, as shared experts: it would count tp times."""
+        children = {last(m.fqn): m for m in self._below(module.fqn) if next(ancestors(m.fqn)) == module.fqn}
+        for producers, consumer in _MLPS:
+            members = {name: children[name] for name in (*producers, consumer) if name in children}
+            whole = all(m.kind.is_linear and m.fqn not in self.meant for m in members.values())
+            if consumer in members and len(members) > 1 and whole:
+                for name, linear in members.items():
+                    self._say(linear.fqn, Treatment("rowwise" if name == consumer else "colwise"))
+
+    def _module_in_block(self, module: ModuleInfo) -> None:
+        meaning, key = self.meant[module.fqn], general(module.fqn)
+        if meaning is Meaning.CUT_OUTPUT and module.kind.is_linear:
+            self._say(module.fqn, Treatment("colwise", sections=self._as_one(module), source=key))
+        elif meaning is Meaning.CUT_INPUT and module.kind.is_linear:
+            self._say(module.fqn, Treatment("rowwise", source=key))
+        elif meaning is Meaning.PACKED_OUTPUT and module.kind.is_linear:
+            self._say(module.fqn, Treatment("colwise", sections=_halves(module.features[0]), source=key))
+        elif meaning is Meaning.IDENTITY_EXPERT:
+            self._say(module.fqn, Treatment("counted_once", source=key))
+
+    def _as_one(self, linear: ModuleInfo) -> tuple[Section, ...]:
+        """A packed linear that transformers cuts plainly lies head by head: one section, cut as a whole."""
+        siblings = [
+            m for m in self.inventory.modules if next(ancestors(m.fqn), "") == next(ancestors(linear.fqn), None)
+        ]
+        producers = [m for m in siblings if self.meant.get(m.fqn) is Meaning.CUT_OUTPUT]
+        consumers = [m for m in siblings if self.meant.get(m.fqn) is Meaning.CUT_INPUT and m.kind.is_linear]
+        if len(producers) != 1 or len(consumers) != 1 or consumers[0].features[1] == linear.features[0]:
+            return ()
+        return (Section("heads", str(linear.features[0])),)
+
+    def _parameter_in_block(self, module: ModuleInfo, parameter: ParameterInfo) -> None:
+        """A parameter that transformers' plan names by itself, such as those of fused experts."""
+        meaning, shape = self.meant.get(parameter.fqn), parameter.shape
+        source = general(parameter.fqn)
+        dims: dict[Meaning, int] = {
+            Meaning.CUT_OUTPUT: max(len(shape) - 2, 0),
+            Meaning.CUT_INPUT: len(shape) - 1,
+            Meaning.PACKED_OUTPUT: max(len(shape) - 2, 0),
+            Meaning.PACKED_LAST: len(shape) - 1,
+        }
+        if meaning in dims and module.kind is Kind.OTHER:
+            dim = dims[meaning]
+            packed = meaning in (Meaning.PACKED_OUTPUT, Meaning.PACKED_LAST)
+            sections = _halves(shape[dim]) if packed else ()
+            self._say(parameter.fqn, Treatment("shard", dim=dim, sections=sections, source=source))
+        elif not self._is_cut(module):
+            self._say(module.fqn, Treatment("replicated_with_grad_allreduce", source=self._key(module.fqn)))
+
+    def _is_cut(self, module: ModuleInfo) -> bool:
+        if module.fqn in self.treatments:
+            return True
+        cut = {Meaning.CUT_OUTPUT, Meaning.CUT_INPUT, Meaning.PACKED_OUTPUT, Meaning.IDENTITY_EXPERT}
+        return self.meant.get(module.fqn) in cut
+
+    def _outside_blocks(self, child: ModuleInfo) -> None:
+        """Norms run on the cut stream; whatever else may mix tokens, and gathers them for itself."""
+        gathers = {
+            name: {Meaning.GATHERED_OUTPUT: "colwise_gather_output", Meaning.SCATTERED_INPUT: "rowwise_split_input"}[
+                meaning
+            ]
+            for name, meaning in self.meant.items()
+            if f"{name}.".startswith(f"{child.fqn}.") and meaning in (Meaning.GATHERED_OUTPUT, Meaning.SCATTERED_INPUT)
+        }
+        for name, style in gathers.items():
+            self._say(name, Treatment(style, source=general(name)))
+        if _is_norm(self.inventory, child):
+            self._say(child.fqn, Treatment("sequence_parallel"))
+        elif child.fqn not in gathers:
+            self._say(child.fqn, Treatment("replicate", input=GATHERED, output=SCATTERED))
+
+    def _stream(self) -> None:
+        """Cut before the first layer, gathered by the norm behind the last: where there is one list and one norm."""
+        norm = self._final_norm()
+        if len(self._lists) == 1 and norm is not None:
+            first = self.layers[0]
+            self._say(first, Treatment(None, input=SCATTERED))
+            self._say(norm, Treatment("sequence_parallel", output=GATHERED))
+
+    def _final_norm(self) -> str | None:
+        """The last norm among the siblings of the layers."""
+        if not self._lists:
+            return None
+        around = next(ancestors(self._lists[0]), "")
+        siblings = [m for m in self.inventory.modules if m.fqn and next(ancestors(m.fqn)) == around]
+        norms = [m.fqn for m in siblings if not m.container and _is_norm(self.inventory, m)]
+        behind = [fqn for fqn in norms if self._order[fqn] > self._order[self._lists[0]]]
+        return behind[0] if behind else norms[-1] if norms else None
+
+    @cached_property
+    def _order(self) -> dict[str, int]:
+        return {module.fqn: number for number, module in enumerate(self.inventory.modules)}
+
+    def _rest(self) -> None:
+        """What stands beside all that: position tables, projections, towers, parameters of the layers themselves."""
+        for module in self.inventory.modules:
+            if not module.parameters or self._decided(module.fqn):
+                continue
+            inside = any(layer in (module.fqn, *ancestors(module.fqn)) for layer in self.layers)
+            style = "sequence_parallel" if inside else "replicate"
+            if module.fqn in self.treatments or module.fqn in self.layers:
+                for parameter in module.parameters:
+                    self._say(parameter.fqn, Treatment(style))
+            elif not all(parameter.fqn in self.treatments for parameter in module.parameters):
+                self._say(module.fqn, Treatment(style))
+
+    def _decided(self, fqn: str) -> bool:
+        decides = {name for name, treatment in self.treatments.items() if treatment.style not in (None, "block")}
+        reaches = {name for name in decides if self.treatments[name].style in _REACHING_DOWN}
+        return fqn in decides or any(above in reaches for above in ancestors(fqn))
+
+    def _key(self, fqn: str) -> str:
+        return general(fqn) if fqn in self.meant else ""
+
+
+_MLPS = ((("gate_proj", "up_proj"), "down_proj"), (("w1", "w3"), "w2"), (("fc1",), "fc2"))
+_PRODUCERS = {Meaning.CUT_OUTPUT, Meaning.PACKED_OUTPUT, Meaning.PACKED_LAST}
+_GATHERS = {Meaning.GATHERED_OUTPUT: "colwise_gather_output", Meaning.SCATTERED_INPUT: "rowwise_split_input"}
+_REACHING_DOWN = ("replicate", "sequence_parallel", "replicated_with_grad_allreduce")
+
+
+def _owns_parameters(inventory: Inventory, fqn: str) -> bool:
+    return any(p.fqn.startswith(f"{fqn}.") for p in inventory.parameters)
+
+
+def _is_norm(inventory: Inventory, module: ModuleInfo) -> bool:
+    """Vectors alone, and nothing below that has parameters."""
+    below = any(p.fqn.startswith(f"{module.fqn}.") for m in inventory.modules if m is not module for p in m.parameters)
+    own = module.parameters
+    return bool(own) and not below and all(len(p.shape) <= 1 for p in own)
+
+
+def _halves(length: int) -> tuple[Section, ...]:
+    return Section("gate", str(length // 2)), Section("up", str(length // 2))
+
+
+def _units(fsdp_plan: Mapping[str, str], derivation: _Derivation) -> dict[str, bool | None]:
+    """The layers, and where transformers keeps them gathered so do we."""
+    known = {key: HF_STYLES[style].meaning for key, style in fsdp_plan.items() if style in HF_STYLES}
+    kept = {key for key, meaning in known.items() if meaning is Meaning.UNITS_KEPT}
+    return {fqn: False if general(fqn) in kept else None for fqn in derivation.layers}
