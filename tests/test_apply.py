@@ -8,7 +8,8 @@ import apply_jobs
 import refusal_jobs
 import unexpected_jobs
 from pool import Pool
-from shardplan import PlanError, check_plan
+from shardplan import check_plan
+from shardplan.diagnostics import Severity
 
 REFUSALS = {
     "unequal weights": ["SP303"],
@@ -146,5 +147,6 @@ def test_c35_positions_under_sequence_parallel(pool: Pool, positions: str) -> No
 def test_auto_says_when_no_plan_is_shipped() -> None:
     with torch.device("meta"):
         model = OPTForCausalLM(OPTConfig(num_hidden_layers=1))
-    with pytest.raises(PlanError, match="no plan is shipped for OPTForCausalLM"):
-        check_plan("auto", model, "tp=2")
+    (finding,) = check_plan("auto", model, "tp=2")
+    assert (finding.code, finding.severity) == ("SP106", Severity.ERROR)
+    assert finding.message == "no plan is shipped for OPTForCausalLM, and transformers has none for it"

@@ -9,6 +9,7 @@ import pytest
 from shardplan.diagnostics import Location, PlanError
 from shardplan.layouts import REPLICATE, STREAM, Conversion
 from shardplan.load import load_plan
+from shardplan.merge import merge, resolve_layers
 from shardplan.plan import NULL, MixedPrecision, Plan, Reference
 from shardplan.resources import resource_folder, shipped_plans
 
@@ -109,12 +110,11 @@ def test_findings_of_yaml_and_of_types_come_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["extends: hf", "fallback: hf"])
-def test_transformers_plans_are_not_a_layer_yet(tmp_path: Path, line: str) -> None:
-    key = line.split(":")[0]
-    assert findings(write(tmp_path, f"format: 1\n{line}\n")) == [
-        f"f:2:1: error SP011: '{line}' is for a later release: transformers' own plans are not read yet\n"
-        "    hint: remove the line and write the rules out"
-    ], key
+def test_transformers_own_plan_is_a_layer(tmp_path: Path, line: str) -> None:
+    plan = load_plan(write(tmp_path, f"format: 1\n{line}\n"))
+    assert plan.over_hf
+    assert merge(resolve_layers(plan)).over_hf
+    assert not load_plan("llama").over_hf
 
 
 def test_a_missing_file(tmp_path: Path) -> None:

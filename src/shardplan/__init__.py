@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from shardplan.gradients import clip_grad_by_total_norm_ as clip_grad_by_total_norm_
     from shardplan.gradients import get_grad_norm as get_grad_norm
     from shardplan.gradients import to_local_if_dtensor as to_local_if_dtensor
+    from shardplan.hf.collect import get_hf_tp_plan as get_hf_tp_plan
     from shardplan.load import load_plan as load_plan
     from shardplan.loss import cross_entropy as cross_entropy
     from shardplan.loss import log_probs as log_probs
@@ -44,6 +45,7 @@ _HOMES = {
     "clip_grad_by_total_norm_": "gradients",
     "get_grad_norm": "gradients",
     "to_local_if_dtensor": "gradients",
+    "get_hf_tp_plan": "hf.collect",
     "load_plan": "load",
     "cross_entropy": "loss",
     "log_probs": "loss",

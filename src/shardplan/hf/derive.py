@@ -113,6 +113,11 @@ class _Derivation:
                 found.append(module)
         return tuple(found)
 
+    @cached_property
+    def _beside_layers(self) -> frozenset[str]:
+        around = {next(ancestors(layers), "") for layers in self._lists}
+        return frozenset(m.fqn for m in self.inventory.modules if m.fqn and next(ancestors(m.fqn)) in around)
+
     def _below(self, fqn: str) -> tuple[ModuleInfo, ...]:
         prefix = f"{fqn}."
         return tuple(module for module in self.inventory.modules if module.fqn.startswith(prefix))
@@ -252,6 +257,8 @@ class _Derivation:
     def _rest(self) -> None:
         """What stands beside all that: position tables, projections, towers, parameters of the layers themselves."""
         for module in self.inventory.modules:
+            if "Rotary" in module.class_name and not module.parameters and module.fqn in self._beside_layers:
+                self._say(module.fqn, Treatment("rotary"))
             if not module.parameters or self._decided(module.fqn):
                 continue
             inside = any(layer in (module.fqn, *ancestors(module.fqn)) for layer in self.layers)
