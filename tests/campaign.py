@@ -42,7 +42,7 @@ REAL = {  # what the checks look at: together they have every kind of module tha
     "gemma3": ("gemma-3-4b",),
     "phi3": ("phi-4",),
     "gpt2": ("gpt2",),
-    "nemotron_h": ("nemotron-nano-9b-v2", "nemotron-3-nano-30b-a3b"),
+    "nemotron_h": ("nemotron-nano-9b-v2", "real_models:nemotron_h_with_latent_experts"),
 }
 REAL_MESHES = {"phi3": "dp=2,tp=2"}  # Phi-4 has 10 KV heads
 REAL_MESH = "dp=2,tp=4"

@@ -19,6 +19,7 @@ from shardplan.command.compile import compile_one
 from shardplan.command.diff import diff_one
 from shardplan.command.dry_run import dry_run_one
 from shardplan.command.explain import explain_one
+from shardplan.command.init import init as init_plan
 from shardplan.command.lock import Locker
 from shardplan.command.request import Request
 from shardplan.command.verify import Verifier
@@ -92,6 +93,8 @@ def _not_empty(_context: click.Context, _option: click.Parameter, given: Any) ->
     flag_value="plan",
     help="Print the JSON Schema of a plan file, or of the report.",
 )
+@click.option("--init", is_flag=True, help="Print a plan to start from: for --model, or of a Python dict (--from).")
+@click.option("--from", "source", metavar="MODULE:NAME", callback=_not_empty, help="The dict that --init reads.")
 @click.option("--strict", is_flag=True, help="Let warnings fail too.")
 @click.option(
     "--format", "format_", type=click.Choice(["text", "json", "github"]), default="text", help="Of the report."
@@ -112,6 +115,8 @@ def command(
     diff: str | None,
     lock: str | None,
     schema: str | None,
+    init: bool,
+    source: str | None,
     strict: bool,
     format_: Format,
 ) -> None:
@@ -126,10 +131,13 @@ def command(
         return
     kind = _one_question(check, verify=verify, dry_run=dry_run, explain=explain, diff=diff, lock=lock)
     request, findings = Request(overlays, model, mesh, sequence_parallel, own_styles), Findings()
+    if init:
+        init_plan(model, source, findings)
+        plans = ()
     answers: list[dict[str, Any]] = []
     verifier = Verifier(processes) if verify else None
     locker = Locker(lock, checking=check) if lock else None
-    for plan in plans or _shipped():
+    for plan in plans or (() if init else _shipped()):
         if verifier:
             answers += verifier.verify_one(plan, request, findings, printing=format_ == "text")
         elif dry_run:

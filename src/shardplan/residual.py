@@ -55,12 +55,18 @@ class ResidualStream:
         return inside and self.regions.isdisjoint(ancestors(fqn))
 
     @cached_property
+    def _around_blocks(self) -> frozenset[str]:
+        """Blocks, and the modules that hold some."""
+        blocks = [m.fqn for m in self._resolved.modules if m.style is not None and m.style.opens_block]
+        return frozenset(name for fqn in blocks for name in (fqn, *ancestors(fqn)))
+
+    @cached_property
     def regions(self) -> frozenset[str]:
         """Modules that gather the stream for all below them and cut it again behind. No blocks: all is whole there."""
         return frozenset(
             module.fqn
             for module in self._resolved.modules
-            if module.block is None and not (module.style and module.style.opens_block)
+            if module.block is None and module.fqn not in self._around_blocks
             if _turns(input_conversion(module), STREAM, REPLICATE)
             and _turns(output_conversion(module), REPLICATE, STREAM)
         )

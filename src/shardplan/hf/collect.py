@@ -11,6 +11,8 @@ from shardplan.hf.styles import HF_STYLES
 if TYPE_CHECKING:
     from torch import nn
 
+    from shardplan.inventory import Inventory
+
 
 def get_hf_tp_plan(model: nn.Module) -> dict[str, str]:
     """The plan that transformers ships for ``model``: of its class, its config and its children, as it collects them.
@@ -35,6 +37,17 @@ def get_hf_tp_plan(model: nn.Module) -> dict[str, str]:
     if unknown:
         raise PlanError(unknown)
     return plan
+
+
+def require_plan(inventory: Inventory) -> None:
+    """Refuse a model for which transformers has no plan.
+
+    Raises:
+        PlanError: SP106.
+    """
+    if not inventory.tp_plan:
+        name = inventory.architectures[0]
+        raise PlanError([Diagnostic("SP106", f"transformers has no tp_plan for {name}", subject=name)])
 
 
 def unknown_style(model: str, key: str, style: str) -> Diagnostic:

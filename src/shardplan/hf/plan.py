@@ -14,6 +14,7 @@ from shardplan.patterns import parse_pattern
 from shardplan.plan import Layer, Plan, Rule, Unit
 from shardplan.ranged import ranged
 
+_DERIVED = " (derived)"
 HF, LOWEST = "hf", -1  # below the ranks of all layers that a user names
 
 
@@ -38,7 +39,7 @@ def _rules(inventory: Inventory, derived: Derived, layer: Layer) -> Iterator[Rul
     for name, treatment in derived.treatments.items():
         alike.setdefault(treatment, []).append(name)
     for treatment, names in alike.items():
-        place = f"{model}.tp_plan[{treatment.source}]" if treatment.source else f"{model} (derived)"
+        place = f"{model}.tp_plan[{treatment.source}]" if treatment.source else f"{model}{_DERIVED}"
         for text in _texts(names, everything):
             yield Rule(
                 pattern=parse_pattern(text),
@@ -51,6 +52,11 @@ def _rules(inventory: Inventory, derived: Derived, layer: Layer) -> Iterator[Rul
                 sections=treatment.sections,
                 local_sizes=treatment.local_sizes,
             )
+
+
+def is_derived(rule: Rule) -> bool:
+    """Whether a rule of this layer completes transformers' plan, and is not one of it."""
+    return rule.where.file.endswith(_DERIVED)
 
 
 def _foreign(derived: Derived, model: str, layer: Layer) -> Iterator[Rule]:
@@ -69,7 +75,7 @@ def _units(inventory: Inventory, derived: Derived, layer: Layer) -> Iterator[Uni
     everything = Counter(map(general, inventory.by_fqn))
     for reshard, fqns in by_reshard.items():
         for text in _texts(fqns, everything):
-            yield Unit(parse_pattern(text), Location(f"{inventory.architectures[0]} (derived)"), layer, reshard)
+            yield Unit(parse_pattern(text), Location(f"{inventory.architectures[0]}{_DERIVED}"), layer, reshard)
 
 
 def _texts(fqns: Iterable[str], everything: Mapping[str, int]) -> Iterator[str]:
