@@ -98,7 +98,7 @@ def _pack(model: nn.Module, compiled: CompiledPlan) -> None:
     packed = {module.fqn for module in compiled.modules if any(parameter.sections for parameter in module.parameters)}
     parents = {next(ancestors(fqn)) for fqn in packed}
     for module in compiled.modules:
-        if module.parameters and module.fqn in packed | parents:
+        if (module.parameters or module.reads_children) and module.fqn in packed | parents:
             found = model.get_submodule(module.path)
             split_sections(found, module)
             read_locally(found, module, None)

@@ -61,6 +61,7 @@ class ModuleInfo:
         outermost: where the outermost wrapper around it is found; ``path`` without wrappers.
         container: a list or dict of modules, whose own forward never runs.
         sizes: its whole numbers by attribute.
+        reads_children: whether its methods read weights of modules below it by themselves.
     """
 
     fqn: str
@@ -72,6 +73,7 @@ class ModuleInfo:
     container: bool
     sizes: tuple[tuple[str, int], ...]
     attention: HeadInfo | None = None
+    reads_children: bool = False
 
     @property
     def features(self) -> tuple[int, int]:
@@ -116,6 +118,15 @@ class Inventory:
     @cached_property
     def by_fqn(self) -> dict[str, ModuleInfo]:
         return {module.fqn: module for module in self.modules}
+
+    @cached_property
+    def children(self) -> dict[str, tuple[ModuleInfo, ...]]:
+        """The modules directly below each module that has some."""
+        found: dict[str, list[ModuleInfo]] = {}
+        for module in self.modules:
+            if module.fqn:
+                found.setdefault(next(ancestors(module.fqn)), []).append(module)
+        return {fqn: tuple(modules) for fqn, modules in found.items()}
 
     @cached_property
     def parameters(self) -> tuple[ParameterInfo, ...]:
@@ -211,6 +222,7 @@ def _module_info(fqn: str, outermost: str, path: str, module: nn.Module, nn: Any
         container=isinstance(module, nn.ModuleList | nn.ModuleDict),
         sizes=_whole_numbers(module),
         attention=_head_info(module),
+        reads_children=_reads_own_children(module),
     )
 
 
@@ -224,6 +236,12 @@ def _kind(module: nn.Module, nn: Any) -> Kind:
 
 
 _CONV1D = "transformers.pytorch_utils"  # by name: nothing here imports transformers
+
+
+def _reads_own_children(module: Any) -> bool:
+    """Not of a model or a decoder, which run long, and whose children FSDP2 looks at meanwhile."""
+    holds_lists = any(hasattr(child, "__len__") for child in module.children())
+    return not holds_lists and not hasattr(module, "get_input_embeddings") and _reads_children(module.__class__)
 
 
 def _head_info(module: Any) -> HeadInfo | None:
@@ -242,18 +260,29 @@ def _head_info(module: Any) -> HeadInfo | None:
     return HeadInfo(heads, kv_heads, head_dim, tuple(sorted(named & _used_by_methods(module.__class__))))
 
 
-@cache
 def _used_by_methods(cls: type) -> frozenset[str]:
-    """Attributes of ``self`` that a class's methods use, ``__init__`` aside; as far as their sources are there."""
-    used: set[str] = set()
+    """Attributes of ``self`` that a class's methods use, ``config.`` before those of its config."""
+    return frozenset(found for source in _sources(cls) for found in re.findall(r"\bself\.((?:config\.)?\w+)", source))
+
+
+@cache
+def _reads_children(cls: type) -> bool:
+    """Whether a class's methods use ``self.child.weight`` or a child's bias."""
+    return any(re.search(r"\bself\.\w+\.(weight|bias)\b", source) for source in _sources(cls))
+
+
+@cache
+def _sources(cls: type) -> tuple[str, ...]:
+    """Of a class's methods, ``__init__`` aside; as far as they are there: a class typed at a prompt has none."""
+    found = []
     for owner in cls.__mro__:
         if owner.__module__.startswith("torch.") or owner is object:
             continue
         for name, method in vars(owner).items():
             if isfunction(method) and name != "__init__":
-                with suppress(OSError):  # a class typed at a prompt has no source
-                    used.update(re.findall(r"\bself\.((?:config\.)?\w+)", getsource(unwrap(method))))
-    return frozenset(used)
+                with suppress(OSError):
+                    found.append(getsource(unwrap(method)))
+    return tuple(found)
 
 
 def _call(model: nn.Module, accessor: str) -> nn.Module | None:

@@ -140,6 +140,7 @@ class _Lowering:
             splits_vocabulary=style is not None and style.split is Split.INPUT and module.info.kind is Kind.EMBEDDING,
             positions=style is not None and style.positions,
             local_sizes=tuple(self._local_sizes(module)),
+            reads_children=module.info.reads_children,
             native=style.native if style else None,
         )
 

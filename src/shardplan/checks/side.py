@@ -79,6 +79,27 @@ def _fault(target: Target, parameter: ResolvedParameter, covered: str) -> Diagno
     )
 
 
+def check_norms_of_parts(target: Target) -> Iterator[Diagnostic]:
+    """SP208: behind a block's last row-wise linear there are parts of a sum, and a norm over them is not one of it."""
+    for group in target.groups:
+        consumers = group.of_role("consumer") if group.is_block else ()
+        if not consumers:
+            continue
+        width, behind = consumers[-1].module.info.features[0], target.order[consumers[-1].module.fqn]
+        for module in target.resolved.children(group.owner.fqn):
+            shapes = {parameter.info.shape for parameter in module.parameters}
+            if module.info.kind is Kind.OTHER and shapes == {(width,)} and target.order[module.fqn] > behind:
+                name = general(module.fqn)
+                yield Diagnostic(
+                    "SP208",
+                    f"{name} stands behind {consumers[-1].name} inside {group.name}: it would norm a part of a sum",
+                    where=target.where(module.rule, group.owner.rule),
+                    subject=name,
+                    expected="a block that ends in its row-wise linear",
+                    hint=f"make what stands before {name} the block, or leave {group.name} whole",
+                )
+
+
 # ---------------------------------------------------------------- parameters that are cut by number
 
 

@@ -43,6 +43,11 @@ class Target:
         """Attention modules and their projections whose KV heads are fewer than the ranks of tp: see `kv_heads`."""
         return shared_heads(self.resolved, self.mesh.tp)
 
+    @cached_property
+    def order(self) -> dict[str, int]:
+        """The place of each module in the order of definition."""
+        return {module.fqn: number for number, module in enumerate(self.resolved.modules)}
+
     def explained(self, fqn: str) -> bool:
         """Whether a faulty rule, which is reported as such, leaves nothing more to say of a module or parameter."""
         return self.faulty.explains(fqn)

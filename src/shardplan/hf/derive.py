@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from shardplan.checks.names import general, last
+from shardplan.checks.names import general
+from shardplan.hf.infer import infer, is_mamba2
 from shardplan.hf.styles import HF_STYLES, Meaning
 from shardplan.inventory import Inventory, ModuleInfo, ParameterInfo, ancestors
 from shardplan.layouts import REPLICATE, STREAM, Conversion, shard
@@ -57,7 +58,7 @@ def derive(inventory: Inventory, plan: Mapping[str, str], fsdp_plan: Mapping[str
     keys = set(names.values())
     known = {key: HF_STYLES[style].meaning for key, style in plan.items() if style in HF_STYLES and key in keys}
     meant = {name: known[key] for name, key in names.items() if key in known}
-    derivation = _Derivation(inventory, meant)
+    derivation = _Derivation(inventory, {**infer(inventory, meant), **meant}, frozenset(meant))
     derivation.run()
     return Derived(
         treatments=derivation.treatments,
@@ -69,10 +70,15 @@ def derive(inventory: Inventory, plan: Mapping[str, str], fsdp_plan: Mapping[str
 
 @dataclass
 class _Derivation:
-    """Decides part by part; what is decided first stays."""
+    """Decides part by part; what is decided first stays.
+
+    Attributes:
+        meant: what is to be done to modules and parameters; ``said`` are those that transformers' own plan names.
+    """
 
     inventory: Inventory
     meant: Mapping[str, Meaning]
+    said: frozenset[str]
     treatments: dict[str, Treatment] = field(default_factory=dict)
 
     def run(self) -> None:
@@ -141,7 +147,9 @@ class _Derivation:
     def _child(self, child: ModuleInfo) -> None:
         """A norm, attention, an MLP: one of the modules that a decoder layer runs."""
         meanings = self._meanings(child.fqn)
-        if Meaning.CUT_INPUT in meanings and meanings & {
+        if is_mamba2(self.inventory, child):
+            self._say(child.fqn, Treatment("mamba2"))
+        elif Meaning.CUT_INPUT in meanings and meanings & {
             Meaning.CUT_OUTPUT,
             Meaning.PACKED_OUTPUT,
             Meaning.PACKED_LAST,
@@ -151,8 +159,6 @@ class _Derivation:
             self._outside_blocks(child)
 
     def _block(self, block: ModuleInfo) -> None:
-        for module in (block, *self._below(block.fqn)):
-            self._complete_mlp(module)
         self._say(block.fqn, Treatment("block", local_sizes=block.attention.hard_coded if block.attention else ()))
         for module in (block, *self._below(block.fqn)):
             for parameter in module.parameters:
@@ -160,18 +166,8 @@ class _Derivation:
             if module.fqn in self.meant and module is not block:
                 self._module_in_block(module)
 
-    def _complete_mlp(self, module: ModuleInfo) -> None:
-        """An MLP inside a block that transformers' plan leaves whole, as shared experts: it would count tp times."""
-        children = {last(m.fqn): m for m in self._below(module.fqn) if next(ancestors(m.fqn)) == module.fqn}
-        for producers, consumer in _MLPS:
-            members = {name: children[name] for name in (*producers, consumer) if name in children}
-            whole = all(m.kind.is_linear and m.fqn not in self.meant for m in members.values())
-            if consumer in members and len(members) > 1 and whole:
-                for name, linear in members.items():
-                    self._say(linear.fqn, Treatment("rowwise" if name == consumer else "colwise"))
-
     def _module_in_block(self, module: ModuleInfo) -> None:
-        meaning, key = self.meant[module.fqn], general(module.fqn)
+        meaning, key = self.meant[module.fqn], self._key(module.fqn)
         if meaning is Meaning.CUT_OUTPUT and module.kind.is_linear:
             self._say(module.fqn, Treatment("colwise", sections=self._as_one(module), source=key))
         elif meaning is Meaning.CUT_INPUT and module.kind.is_linear:
@@ -208,11 +204,10 @@ class _Derivation:
             sections = _halves(shape[dim]) if packed else ()
             self._say(parameter.fqn, Treatment("shard", dim=dim, sections=sections, source=source))
         elif not self._is_cut(module):
-            self._say(module.fqn, Treatment("replicated_with_grad_allreduce", source=self._key(module.fqn)))
+            name = parameter.fqn if module.fqn in self.treatments else module.fqn
+            self._say(name, Treatment("replicated_with_grad_allreduce", source=self._key(name)))
 
     def _is_cut(self, module: ModuleInfo) -> bool:
-        if module.fqn in self.treatments:
-            return True
         cut = {Meaning.CUT_OUTPUT, Meaning.CUT_INPUT, Meaning.PACKED_OUTPUT, Meaning.IDENTITY_EXPERT}
         return self.meant.get(module.fqn) in cut
 
@@ -270,18 +265,18 @@ class _Derivation:
                 self._say(module.fqn, Treatment(style))
 
     def _decided(self, fqn: str) -> bool:
-        decides = {name for name, treatment in self.treatments.items() if treatment.style not in (None, "block")}
+        decides = {name for name, treatment in self.treatments.items() if treatment.style not in _EDGES_ALONE}
         reaches = {name for name in decides if self.treatments[name].style in _REACHING_DOWN}
         return fqn in decides or any(above in reaches for above in ancestors(fqn))
 
     def _key(self, fqn: str) -> str:
-        return general(fqn) if fqn in self.meant else ""
+        return general(fqn) if fqn in self.said else ""
 
 
-_MLPS = ((("gate_proj", "up_proj"), "down_proj"), (("w1", "w3"), "w2"), (("fc1",), "fc2"))
+_EDGES_ALONE = (None, "block")
 _PRODUCERS = {Meaning.CUT_OUTPUT, Meaning.PACKED_OUTPUT, Meaning.PACKED_LAST}
 _GATHERS = {Meaning.GATHERED_OUTPUT: "colwise_gather_output", Meaning.SCATTERED_INPUT: "rowwise_split_input"}
-_REACHING_DOWN = ("replicate", "sequence_parallel", "replicated_with_grad_allreduce")
+_REACHING_DOWN = ("replicate", "sequence_parallel", "replicated_with_grad_allreduce", "mamba2")
 
 
 def _owns_parameters(inventory: Inventory, fqn: str) -> bool:

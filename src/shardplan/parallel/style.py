@@ -45,7 +45,7 @@ class LocalStyle(ParallelStyle):
             for name in parameter.stored_names:
                 identity = parameter.identity, name if parameter.sections else ""
                 self._place(module, name, placement, device_mesh, identity)
-        if self.compiled.parameters:
+        if self.compiled.parameters or self.compiled.reads_children:
             read_locally(module, self.compiled, self.stream)
         localise(module, self.compiled.local_sizes, self.stream.ranks)
         if self.compiled.positions and self.stream.cut_by_embedding:

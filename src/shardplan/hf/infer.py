@@ -1,0 +1,82 @@
+"""What transformers' plan leaves whole and could cut: attention, MLPs and mixers of the language model, by their names.
+
+An MLP that stays whole beside experts that are cut would count tp times, and attention that stays whole costs memory.
+Whatever is inferred is printed as derived, checked like any rule, and proven like any rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from shardplan.checks.names import last
+from shardplan.hf.styles import Meaning
+from shardplan.inventory import Inventory, ModuleInfo, ancestors
+
+# Linears that read one input -> the linear that takes what they make of it.
+_MLPS = (
+    ({"gate_proj", "up_proj"}, "down_proj"),
+    ({"w1", "w3"}, "w2"),
+    ({"fc1"}, "fc2"),
+    ({"c_fc"}, "c_proj"),
+    ({"up_proj"}, "down_proj"),
+    ({"dense_h_to_4h"}, "dense_4h_to_h"),
+)
+_ATTENTION = (
+    ({"q_proj", "k_proj", "v_proj"}, ("o_proj", "out_proj", "dense")),
+    ({"q_b_proj", "kv_b_proj"}, ("o_proj",)),
+    ({"q_proj", "kv_b_proj"}, ("o_proj",)),
+)
+_MIXER = {"in_proj", "conv1d", "norm", "out_proj"}
+_MIXER_SIZES = {"num_heads", "n_groups", "intermediate_size", "conv_dim", "ssm_state_size"}
+
+
+def infer(inventory: Inventory, meant: Mapping[str, Meaning]) -> dict[str, Meaning]:
+    """Meanings of linears, and of parameters by head, where transformers' plan speaks of no sibling either."""
+    base = next(ancestors(inventory.embedding), "") if inventory.embedding else None
+    found: dict[str, Meaning] = {}
+    for module in inventory.modules if base is not None else ():
+        children = {last(m.fqn): m for m in inventory.children.get(module.fqn, ())}
+        inside = module.fqn.startswith(f"{base}." if base else "") and _in_a_list(inventory, module.fqn)
+        said = any(m.fqn in meant for m in children.values()) or module.fqn in meant
+        for name, meaning in _of_children(module, children) if inside and not said else ():
+            found[children[name].fqn] = meaning
+            found |= {parameter.fqn: Meaning.CUT_OUTPUT for parameter in module.parameters}  # one entry for each head
+    return found
+
+
+def is_mamba2(inventory: Inventory, module: ModuleInfo) -> bool:
+    """A mixer that style `mamba2` knows by the names of its parts and sizes, and that ranks can share: by group."""
+    children = {last(m.fqn) for m in inventory.children.get(module.fqn, ())}
+    own = {parameter.name for parameter in module.parameters}
+    sizes = dict(module.sizes)
+    known = children >= _MIXER and own >= {"A_log", "D", "dt_bias"} and set(sizes) >= _MIXER_SIZES
+    return known and sizes["n_groups"] > 1
+
+
+def _in_a_list(inventory: Inventory, fqn: str) -> bool:
+    return any(inventory.by_fqn[above].container for above in ancestors(fqn))
+
+
+def _of_children(module: ModuleInfo, children: Mapping[str, ModuleInfo]) -> Iterator[tuple[str, Meaning]]:
+    linears = {name: child for name, child in children.items() if child.kind.is_linear}
+    pairs = [(producers, (consumer,)) for producers, consumer in _MLPS]
+    for producers, consumers in (*pairs, *(_ATTENTION if module.attention else ())):
+        consumer = next((name for name in consumers if name in linears), None)
+        if consumer is None or not producers <= set(linears) or _spans_heads(module, children):
+            continue
+        widths = {linears[name].features[0] for name in producers}
+        if linears[consumer].features[1] in widths or module.attention:
+            yield from ((name, Meaning.CUT_OUTPUT) for name in producers)
+            yield consumer, Meaning.CUT_INPUT
+            return
+
+
+def _spans_heads(module: ModuleInfo, children: Mapping[str, ModuleInfo]) -> bool:
+    """Whether something beside the linears has an entry for every feature of all heads, or is of an unknown kind."""
+    if module.attention is None:
+        return bool(module.parameters)
+    if any(parameter.shape != (module.attention.heads,) for parameter in module.parameters):
+        return True
+    whole = {module.attention.heads * module.attention.head_dim, module.attention.kv_heads * module.attention.head_dim}
+    shapes = [p.shape for child in children.values() if not child.kind.is_linear for p in child.parameters]
+    return any(set(shape) & whole and shape != (module.attention.head_dim,) for shape in shapes)
