@@ -25,6 +25,9 @@ TINY = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": 32,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
 }
 
 
@@ -76,7 +79,7 @@ def llama_with_gain() -> nn.Module:
 
 def phi3() -> nn.Module:
     """Its q, k and v are one linear, and so are its gate and up."""
-    return Phi3ForCausalLM(Phi3Config(**TINY, pad_token_id=0))
+    return Phi3ForCausalLM(Phi3Config(**TINY))
 
 
 class TwoNorms(nn.Module):

@@ -80,9 +80,12 @@ def _fault(target: Target, parameter: ResolvedParameter, covered: str) -> Diagno
 
 
 def check_norms_of_parts(target: Target) -> Iterator[Diagnostic]:
-    """SP208: behind a block's last row-wise linear there are parts of a sum, and a norm over them is not one of it."""
+    """SP208: behind a block's last row-wise linear there are parts of a sum, and a norm over them is not one of it.
+
+    Not in attention, where norms of queries and keys are often defined last.
+    """
     for group in target.groups:
-        consumers = group.of_role("consumer") if group.is_block else ()
+        consumers = group.of_role("consumer") if group.is_block and group.owner.info.attention is None else ()
         if not consumers:
             continue
         width, behind = consumers[-1].module.info.features[0], target.order[consumers[-1].module.fqn]
