@@ -26,6 +26,7 @@ _ATTENTION = (
     ({"q_b_proj", "kv_b_proj"}, ("o_proj",)),
     ({"q_proj", "kv_b_proj"}, ("o_proj",)),
 )
+_WHOLE = {"q_a_proj", "kv_a_proj_with_mqa", "kv_a_proj"}  # of latent attention: into and out of its small width
 _MIXER = {"in_proj", "conv1d", "norm", "out_proj"}
 _MIXER_SIZES = {"num_heads", "n_groups", "intermediate_size", "conv_dim", "ssm_state_size"}
 
@@ -62,7 +63,8 @@ def _of_children(module: ModuleInfo, children: Mapping[str, ModuleInfo]) -> Iter
     pairs = [(producers, (consumer,)) for producers, consumer in _MLPS]
     for producers, consumers in (*pairs, *(_ATTENTION if module.attention else ())):
         consumer = next((name for name in consumers if name in linears), None)
-        if consumer is None or not producers <= set(linears) or _spans_heads(module, children):
+        known = consumer is not None and set(linears) - _WHOLE == {*producers, consumer}
+        if consumer is None or not known or _spans_heads(module, children):
             continue
         widths = {linears[name].features[0] for name in producers}
         if linears[consumer].features[1] in widths or module.attention:
