@@ -238,13 +238,18 @@ written does nothing or states a layout that is not there. *Harmless*: neither. 
 """
 
 
-def report(verdicts: list[Verdict], sample: int, first: int) -> str:
-    share = "All of them" if sample == 1 else f"Every {sample}th of them, from number {first} on"
+def report(verdicts: list[Verdict]) -> str:
     odd = list(exceptions(verdicts))
     by_mode = Counter((verdict.plan, verdict.mode) for verdict in verdicts)
     looked_at = ", ".join(f"{number} of {plan} in {mode}" for (plan, mode), number in by_mode.items())
-    lines = [INTRODUCTION, f"{share}, as far as the run came: {looked_at}.\n", table(verdicts), "", *odd]
+    lines = [INTRODUCTION, f"Looked at: {looked_at}.\n", table(verdicts), "", *odd]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _recorded(record: Path) -> Iterator[Verdict]:
+    for line in record.read_text().splitlines():
+        read = json.loads(line)
+        yield Verdict(**{**read, "codes": tuple(read["codes"])})
 
 
 def main() -> None:
@@ -252,6 +257,7 @@ def main() -> None:
     parser.add_argument("--sample", type=int, default=1, help="look at every N-th mutant")
     parser.add_argument("--first", type=int, default=0, help="the first mutant to look at")
     parser.add_argument("--plan", action="append")
+    parser.add_argument("--records", type=Path, nargs="+", help="verdicts of earlier runs, for one table")
     parser.add_argument("--again", type=Path, help="a record, of which only the checks are asked anew")
     parser.add_argument("--record", help="a file for the verdicts, one JSON object a line")
     parser.add_argument("--write", action="store_true", help="write docs/campaign.md")
@@ -261,7 +267,8 @@ def main() -> None:
     with LocalRanks(2) as ranks:
         if arguments.again:
             verdicts += again(ranks, arguments.again)
-        for plan in () if arguments.again else arguments.plan or shipped_plans():
+        verdicts += [read for record_file in arguments.records or () for read in _recorded(record_file)]
+        for plan in () if arguments.again or arguments.records else arguments.plan or shipped_plans():
             chosen = list(mutants(plan))[arguments.first :: arguments.sample]
             print(f"{plan}: {len(chosen)} mutants", file=sys.stderr)
             for number, verdict in enumerate(judge(pool, ranks, plan, chosen)):
@@ -271,7 +278,7 @@ def main() -> None:
                 if number % 100 == 0:
                     print(f"  {number}: {time.monotonic() - start:.0f} s", file=sys.stderr)
     pool.close()
-    text = report(verdicts, arguments.sample, arguments.first)
+    text = report(verdicts)
     print(text)
     if arguments.write:
         DOCUMENT.write_text(text)
