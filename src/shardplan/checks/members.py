@@ -46,7 +46,7 @@ def _incomplete(target: Target, group: Group) -> list[Diagnostic]:
         message = f"{_names(whole)} {verb} whole in {group.name}, where {_roles(producers, consumers)}"
         expected = f"every linear of {group.name} is cut"
         return [_fault(target, group, message, expected, _remedy(group, whole), (*whole, *producers, *consumers))]
-    if not consumers and _ends_in_parts(group) and not _holds_shards(target, group):
+    if not consumers and _ends_in_parts(group) and (producers or not _holds_shards(target, group)):
         given = _names(producers) or "its members"
         message = f"{group.name} has no rowwise linear to add up what {given} give in parts"
         return [_fault(target, group, message, _ORDER, _last_hint(group), (*producers, *group.members))]
