@@ -188,10 +188,17 @@ def _whole_numbers(of: object) -> tuple[tuple[str, int], ...]:
     return tuple({**own, **{alias: own[name] for alias, name in aliases.items() if name in own}}.items())
 
 
+_OTHER_HEADS = ("classifier_", "summary_")
+
+
 def _dropout(config: Any) -> tuple[tuple[str, float], ...]:
-    """transformers' configs name probabilities ``attention_dropout``, ``resid_pdrop`` and the like."""
+    """transformers' configs name probabilities ``attention_dropout``, ``resid_pdrop`` and the like.
+
+    Those of heads for other tasks stand in the same config.
+    """
     named = vars(config).items() if config is not None else ()
-    return tuple((name, value) for name, value in named if "drop" in name and isinstance(value, float) and value > 0)
+    of_model = ((name, value) for name, value in named if "drop" in name and not name.startswith(_OTHER_HEADS))
+    return tuple((name, value) for name, value in of_model if isinstance(value, float) and value > 0)
 
 
 def ancestors(fqn: str) -> Iterator[str]:
