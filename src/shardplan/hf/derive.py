@@ -204,7 +204,8 @@ class _Derivation:
             sections = _halves(shape[dim]) if packed else ()
             self._say(parameter.fqn, Treatment("shard", dim=dim, sections=sections, source=source))
         elif not self._is_cut(module):
-            name = parameter.fqn if module.fqn in self.treatments else module.fqn
+            opens = self.treatments.get(module.fqn, _PARTIAL).style == "block"
+            name = parameter.fqn if opens else module.fqn
             self._say(name, Treatment("replicated_with_grad_allreduce", source=self._key(name)))
 
     def _is_cut(self, module: ModuleInfo) -> bool:
@@ -273,6 +274,7 @@ class _Derivation:
         return general(fqn) if fqn in self.said else ""
 
 
+_PARTIAL = Treatment("replicated_with_grad_allreduce")
 _EDGES_ALONE = (None, "block")
 _PRODUCERS = {Meaning.CUT_OUTPUT, Meaning.PACKED_OUTPUT, Meaning.PACKED_LAST}
 _GATHERS = {Meaning.GATHERED_OUTPUT: "colwise_gather_output", Meaning.SCATTERED_INPUT: "rowwise_split_input"}

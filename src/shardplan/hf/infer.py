@@ -37,7 +37,7 @@ def infer(inventory: Inventory, meant: Mapping[str, Meaning]) -> dict[str, Meani
     found: dict[str, Meaning] = {}
     for module in inventory.modules if base is not None else ():
         children = {last(m.fqn): m for m in inventory.children.get(module.fqn, ())}
-        inside = module.fqn.startswith(f"{base}." if base else "") and _in_a_list(inventory, module.fqn)
+        inside = module.fqn.startswith(f"{base}." if base else "") and _stands_alone(inventory, module.fqn, meant)
         said = any(m.fqn in meant for m in children.values()) or module.fqn in meant
         for name, meaning in _of_children(module, children) if inside and not said else ():
             found[children[name].fqn] = meaning
@@ -54,8 +54,17 @@ def is_mamba2(inventory: Inventory, module: ModuleInfo) -> bool:
     return known and sizes["n_groups"] > 1
 
 
-def _in_a_list(inventory: Inventory, fqn: str) -> bool:
-    return any(inventory.by_fqn[above].container for above in ancestors(fqn))
+def _stands_alone(inventory: Inventory, fqn: str, meant: Mapping[str, Meaning]) -> bool:
+    """Whether a decoder layer runs the module itself, or transformers cuts what it is a part of.
+
+    A small MLP inside a norm is neither.
+    """
+    around = [fqn, *ancestors(fqn)]
+    layers = [n for n in range(1, len(around) - 1) if inventory.by_fqn[around[n + 1]].container]
+    if not layers:
+        return False
+    child = around[layers[-1] - 1]
+    return child == fqn or any(name.startswith(f"{child}.") for name in meant)
 
 
 def _of_children(module: ModuleInfo, children: Mapping[str, ModuleInfo]) -> Iterator[tuple[str, Meaning]]:
