@@ -167,13 +167,27 @@ def take_inventory(model: nn.Module) -> Inventory:
 
 
 def _through_wrappers(model: nn.Module) -> dict[str, tuple[str, str, nn.Module]]:
-    """fqn -> path of the outermost wrapper, path of the module itself, the module."""
+    """fqn -> path of the outermost wrapper, path of the module itself, the module.
+
+    PEFT puts a model at ``base_model.model`` and a linear at ``base_layer``, beside its adapters.
+    """
     found: dict[str, tuple[str, str, nn.Module]] = {}
+    adapted = {path for path, module in model.named_modules() if type(module).__module__.startswith("peft.")}
     for path, module in model.named_modules():
-        fqn = ".".join(token for token in path.split(".") if token not in WRAPPER_TOKENS)
+        fqn = ".".join(_own_tokens(path, adapted))
         outermost = found[fqn][0] if fqn in found else path
         found[fqn] = (outermost, path, module)
     return found
+
+
+def _own_tokens(path: str, adapted: set[str]) -> Iterator[str]:
+    """The parts of a path that no wrapper has added; ``adapted`` are the paths of PEFT's modules."""
+    tokens = path.split(".") if path else []
+    whole_model = "" in adapted and tokens[:1] == ["base_model"]
+    for number, token in enumerate(tokens):
+        of_peft = (whole_model and number < 2) or (token == "base_layer" and ".".join(tokens[:number]) in adapted)
+        if token not in WRAPPER_TOKENS and not of_peft:
+            yield token
 
 
 def _text_config(config: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardplan.adapters import has_adapters
 from shardplan.edges import Collective, Edge, Part
 from shardplan.inventory import HeadInfo, ancestors
 from shardplan.layouts import Conversion, shard
@@ -32,7 +33,10 @@ class SharedHeads:
 
 
 def shared_heads(resolved: ResolvedPlan, tp: int) -> dict[str, SharedHeads]:
-    """Attention modules, and their projections of keys and values, whose KV heads neighbouring ranks share."""
+    """Attention modules, and their projections of keys and values, whose KV heads neighbouring ranks share.
+
+    None where such a projection has adapters, whose part of the keys would not be gathered.
+    """
     found: dict[str, SharedHeads] = {}
     for module in resolved.modules:
         above = resolved.by_fqn.get(next(ancestors(module.fqn), ""))
@@ -44,7 +48,8 @@ def shared_heads(resolved: ResolvedPlan, tp: int) -> dict[str, SharedHeads]:
         if ranks > 1 and kv_width in lengths:
             parts = tuple(Part(length // tp, length == kv_width) for length in lengths) if style.sections else ()
             found[above.fqn] = found[module.fqn] = SharedHeads(ranks, parts)
-    return found
+    adapted = {next(ancestors(fqn)) for fqn in found if has_adapters(fqn, resolved.inventory)}
+    return {fqn: shared for fqn, shared in found.items() if adapted.isdisjoint((fqn, next(ancestors(fqn))))}
 
 
 def _lengths(resolved: ResolvedPlan, module: ResolvedModule) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Generic, TypeVar
 
+from shardplan.adapters import adapter_parts
 from shardplan.hf.plan import below, hf_plan
 from shardplan.inventory import Inventory, ModuleInfo, ParameterInfo, ancestors
 from shardplan.layouts import Conversion
@@ -178,7 +179,7 @@ def resolve(plan: Plan, inventory: Inventory, styles: Mapping[str, Style] = STYL
     root = find_root(plan, inventory)
     names = _names(inventory)
     rules = tuple(Matched(rule, _match(rule.pattern, root, names)) for rule in plan.rules)
-    candidates = _candidates(rules, styles)
+    candidates = _candidates(rules, styles, inventory)
     ties: list[Tie] = []
     resolver = _Resolver(candidates, ties)
     modules = tuple(resolver.module(info) for info in inventory.modules)
@@ -236,14 +237,16 @@ def _style_of(rule: Rule, styles: Mapping[str, Style]) -> Style | None:
     )
 
 
-def _candidates(rules: Iterable[Matched[Rule]], styles: Mapping[str, Style]) -> dict[str, list[Candidate]]:
+def _candidates(
+    rules: Iterable[Matched[Rule]], styles: Mapping[str, Style], inventory: Inventory
+) -> dict[str, list[Candidate]]:
     found: dict[str, list[Candidate]] = {}
     for matched in rules:
         style = _style_of(matched.line, styles)
         for match in matched.matches:
             for fqn in match.fqns:
                 found.setdefault(fqn, []).append(Candidate(matched.line, match.alternative, style, direct=True))
-                for name, part in style.parts if style else ():
+                for name, part in (*style.parts, *adapter_parts(style, fqn, inventory)) if style else ():
                     candidate = Candidate(matched.line, match.alternative, part, direct=True, part=True)
                     found.setdefault(f"{fqn}.{name}", []).append(candidate)
     return found

@@ -109,7 +109,8 @@ def _disordered(target: Target, group: Group) -> list[Diagnostic]:
             )
             return [_fault(target, group, message, f"{_names(tuple(members))} cut alike", _ALIKE, (other, *members))]
     width = _stream_width(target)
-    for consumer in group.of_role("consumer") if group.is_block and width else ():
+    ends = [consumer for consumer in group.of_role("consumer") if not consumer.module.part]
+    for consumer in ends if group.is_block and width else ():
         given = consumer.module.info.features[0]
         if given != width:
             message = (
