@@ -10,7 +10,7 @@ from torch import nn
 
 import tiny_models
 from shardplan import PlanError, check_plan, compile_plan, get_hf_tp_plan
-from shardplan.diagnostics import Location
+from shardplan.diagnostics import Location, Severity
 from shardplan.facts import in_situation
 from shardplan.hf.plan import hf_plan
 from shardplan.hf.styles import HF_STYLES
@@ -68,3 +68,14 @@ def test_a_users_rule_wins_over_transformers() -> None:
     placements = {p.fqn: str(p.placement) for module in compiled.modules for p in module.parameters}
     assert placements["model.layers.0.mlp.up_proj.weight"] == "replicate"
     assert placements["model.layers.1.mlp.up_proj.weight"] == "shard(0)"
+
+
+def test_keys_that_match_nothing_are_one_warning() -> None:
+    model = tiny_models.build_meta("llama")
+    model.tp_plan.update({"model.layers.*.mlp.experts": "moe_tp_experts", "model.layers.*.mlp.router": "replicate"})
+    (finding,) = check_plan([Plan(HF, Location(HF), over_hf=True)], model, "tp=2")
+    assert (finding.code, finding.severity) == ("SP102", Severity.WARNING)
+    assert finding.message == (
+        "2 keys of transformers' own plan for LlamaForCausalLM match nothing in it: model.layers.*.mlp.experts and "
+        "model.layers.*.mlp.router"
+    )

@@ -129,6 +129,7 @@ class Plan:
         omits_silently: written as a Python dict, whose convention is that what it does not name is replicated.
         fallback: ``hf`` lets the model's own tp_plan fill modules on which no rule spoke; ``none`` does not.
         over_hf: the model's own tp_plan, completed, is the lowest layer; it is known once there is a model.
+        unmatched: its keys that match nothing in the model.
     """
 
     name: str
@@ -148,6 +149,7 @@ class Plan:
     extends_where: Location | None = None
     fallback: Literal["hf", "none"] | None = None
     over_hf: bool = False
+    unmatched: tuple[str, ...] = ()
     omits_silently: bool = False
     rank: int = 0
 

@@ -71,12 +71,29 @@ def check_dead_rules(target: Target) -> Iterator[Diagnostic]:
             yield _dead("SP102", target, dead.rule, dead.match, _way_out(dead))
     for dead in faulty.inherited:
         yield _dead("SP102", target, dead.rule, dead.match)
+    if plan.plan.unmatched:
+        yield _unmatched(target, plan.plan.unmatched)
     for matched in plan.rules:
         for match in matched.matches:
             if not match.fqns and matched.line.pattern.optional and _is_near_miss(target, match):
                 yield _dead("SP102", target, matched.line, match, _suggestion(target.faulty.near(match)))
     yield from _dead_lines(target, plan.units)
     yield from _dead_lines(target, plan.recompute)
+
+
+def _unmatched(target: Target, keys: tuple[str, ...]) -> Diagnostic:
+    """Many of transformers' own plans name what a model of the family may have, and this one has not."""
+    model = target.resolved.inventory.architectures[0]
+    shown = listed([*keys[:3], *([f"{len(keys) - 3} more"] if len(keys) > 3 else [])])
+    return Diagnostic(
+        "SP102",
+        f"{count(len(keys), 'key')} of transformers' own plan for {model} {'match' if len(keys) > 1 else 'matches'} "
+        f"nothing in it: {shown}",
+        where=target.resolved.plan.where,
+        subject=keys[0],
+        hint="nothing to do where the model has no such module",
+        severity=Severity.WARNING,
+    )
 
 
 def _dead_lines(target: Target, lines: tuple[Matched[Any], ...]) -> Iterator[Diagnostic]:

@@ -57,7 +57,8 @@ def derive(inventory: Inventory, plan: Mapping[str, str], fsdp_plan: Mapping[str
     names = {name: general(name) for name in (*inventory.by_fqn, *(p.fqn for p in inventory.parameters))}
     keys = set(names.values())
     known = {key: HF_STYLES[style].meaning for key, style in plan.items() if style in HF_STYLES and key in keys}
-    meant = {name: known[key] for name, key in names.items() if key in known}
+    base = _language_model(inventory)
+    meant = {name: known[key] for name, key in names.items() if key in known and name.startswith(base)}
     derivation = _Derivation(inventory, {**infer(inventory, meant), **meant}, frozenset(meant))
     derivation.run()
     return Derived(
@@ -66,6 +67,12 @@ def derive(inventory: Inventory, plan: Mapping[str, str], fsdp_plan: Mapping[str
         dead=tuple(key for key in plan if key not in keys),
         unknown={key: style for key, style in plan.items() if style not in HF_STYLES},
     )
+
+
+def _language_model(inventory: Inventory) -> str:
+    """What names of the language model start with: the rest of a model that sees or hears stays whole over tp."""
+    around = next(ancestors(inventory.embedding), "") if inventory.embedding else ""
+    return f"{around}." if around else ""
 
 
 @dataclass
@@ -297,7 +304,20 @@ def _halves(length: int) -> tuple[Section, ...]:
 
 
 def _units(fsdp_plan: Mapping[str, str], derivation: _Derivation) -> dict[str, bool | None]:
-    """The layers, and where transformers keeps them gathered so do we."""
+    """The layers of the language model and of towers; where transformers keeps them gathered so do we."""
     known = {key: HF_STYLES[style].meaning for key, style in fsdp_plan.items() if style in HF_STYLES}
     kept = {key for key, meaning in known.items() if meaning is Meaning.UNITS_KEPT}
-    return {fqn: False if general(fqn) in kept else None for fqn in derivation.layers}
+    units = (*derivation.layers, *_tower_layers(derivation)) if derivation.layers else ()
+    return {fqn: False if general(fqn) in kept else None for fqn in units}
+
+
+def _tower_layers(derivation: _Derivation) -> tuple[str, ...]:
+    """Members of the outermost lists beside the language model, where they have parameters."""
+    inventory, base = derivation.inventory, _language_model(derivation.inventory)
+    found = []
+    for module in inventory.modules:
+        around = [fqn for fqn in ancestors(module.fqn) if inventory.by_fqn[fqn].container]
+        in_list = bool(module.fqn) and len(around) == 1 and next(ancestors(module.fqn)) == around[0]
+        if in_list and not module.fqn.startswith(base or " ") and base and _owns_parameters(inventory, module.fqn):
+            found.append(module.fqn)
+    return tuple(found)

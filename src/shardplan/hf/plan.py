@@ -29,6 +29,7 @@ def hf_plan(inventory: Inventory) -> Plan:
         rules=(*_rules(inventory, derived, layer), *_foreign(derived, model, layer)),
         units=tuple(_units(inventory, derived, layer)),
         root_reshard=False if derived.units else None,
+        unmatched=derived.dead,
     )
 
 
@@ -60,9 +61,7 @@ def is_derived(rule: Rule) -> bool:
 
 
 def _foreign(derived: Derived, model: str, layer: Layer) -> Iterator[Rule]:
-    """Keys that match nothing, and styles that nobody knows: kept, so that the checks speak of them."""
-    for key in derived.dead:
-        yield Rule(parse_pattern(key), "replicate", Location(f"{model}.tp_plan[{key}]"), layer)
+    """Rules with styles that nobody knows: kept, so that the checks speak of them."""
     for key, style in derived.unknown.items():
         if key not in derived.dead:
             yield Rule(parse_pattern(key), style, Location(f"{model}.tp_plan[{key}]"), layer)
@@ -93,5 +92,6 @@ def below(plan: Plan, lowest: Plan) -> Plan:
         plan,
         rules=(*lowest.rules, *plan.rules),
         units=(*lowest.units, *plan.units),
+        unmatched=lowest.unmatched,
         root_reshard=plan.root_reshard if plan.root_reshard is not None else lowest.root_reshard,
     )
