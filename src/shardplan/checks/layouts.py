@@ -276,4 +276,6 @@ def fault(
     """A finding about an edge, at the rule of its module or at another one that makes the fault with it."""
     rules = (module.rule, *also)
     message = f"{message}{target.see(*rules)}"
-    return Diagnostic("SP204", message, target.where(*rules), general(module.fqn), expected, hint)
+    # Position tables take an activation for its dtype and device alone.
+    severity = Severity.WARNING if module.style is not None and module.style.positions else Severity.ERROR
+    return Diagnostic("SP204", message, target.where(*rules), general(module.fqn), expected, hint, severity)
