@@ -1,13 +1,18 @@
 """The reference models are the published ones: their exact parameter counts say so."""
 
 import json
+import math
 import time
 from collections import Counter
 
 import pytest
+from click.testing import CliRunner
 from torch import nn
+from transformers import AutoConfig, BambaConfig, NemotronHConfig
 
+import tiny_models
 from shardplan.checks.names import with_article
+from shardplan.cli import command
 from shardplan.diagnostics import PlanError
 from shardplan.references import build_meta_model, load_config, reference_models
 
@@ -176,3 +181,37 @@ def test_the_article_goes_by_the_first_letter(noun: str, said: str) -> None:
 
 def test_a_folder_without_a_config_is_refused(tmp_path) -> None:
     assert "holds no config.json" in code_and_text(str(tmp_path))[1]
+
+
+HYBRIDS = {
+    "nemotron_h": NemotronHConfig(**tiny_models.NEMOTRON_H),
+    "bamba": BambaConfig(hidden_size=32, num_hidden_layers=2, attn_layer_indices=[1], mamba_n_heads=8, mamba_d_head=8),
+}
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_floats_that_json_has_no_number_for_are_read_as_transformers_saves_them(tmp_path, name: str) -> None:
+    """A Mamba-2 mixer's time_step_limit is (0, inf) by default."""
+    HYBRIDS[name].save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["time_step_limit"] == [0.0, {"__float__": "Infinity"}]
+    loaded = load_config(tmp_path)
+    assert tuple(loaded.time_step_limit) == (0.0, math.inf)
+    assert loaded == AutoConfig.from_pretrained(tmp_path)
+
+
+def test_the_plan_of_a_saved_hybrid_can_be_checked(tmp_path) -> None:
+    HYBRIDS["nemotron_h"].save_pretrained(tmp_path)
+    run = CliRunner().invoke(command, ["--check", "nemotron_h", "--model", str(tmp_path), "--mesh", "tp=2"])
+    assert (run.exit_code, run.output) == (0, "")
+
+
+def test_tagged_floats_are_read_however_deep_and_nothing_else_is(tmp_path) -> None:
+    written = {
+        "deep": {"list": [{"low": {"__float__": "-Infinity"}}], "nan": {"__float__": "NaN"}},
+        "others": [{"__float__": "1.5"}, {"__float__": 1.5}, {"__float__": "NaN", "and": 1}],
+    }
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **written}))
+    loaded = load_config(tmp_path)
+    assert loaded.deep["list"] == [{"low": -math.inf}]
+    assert math.isnan(loaded.deep["nan"])
+    assert loaded.others == written["others"]

@@ -9,6 +9,7 @@ import difflib
 import importlib
 import inspect
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,9 @@ _FOLDER = Path(__file__).parent / "reference_models"
 # What transformers' models raise on sizes that do not go together: no heads, an odd head dim, a negative width.
 _UNBUILDABLE = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 _JSON_NAMES = {list: "list", str: "string", int: "number", float: "number", bool: "boolean", type(None): "null"}
+# transformers 5.24: what it saves for floats that JSON has no number for, `{"__float__": "Infinity"}`.
+_FLOAT_TAG = "__float__"
+_TAGGED_FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 _FORMS = "a reference model, a config.json, a folder with one, or module:Class"
 
 
@@ -106,11 +110,23 @@ def _read_config(path: Path) -> PreTrainedConfig:
         )
     _require_known_type(path, values["model_type"])
     try:
-        return AutoConfig.for_model(**{key: value for key, value in values.items() if key != "_source"})
+        return AutoConfig.for_model(**{key: _decoded(value) for key, value in values.items() if key != "_source"})
     # transformers 5.24: StrictDataclassError for a value of the wrong type; the others where it computes with sizes,
     # such as those of a model without heads.
     except (*_UNBUILDABLE, StrictDataclassError) as error:
         raise _refused(str(path), f"transformers refuses '{path}': {type(error).__name__}: {error}") from error
+
+
+def _decoded(value: Any) -> Any:
+    """A value of a config.json with its tagged floats read, however deep, as `PreTrainedConfig.from_json_file` does."""
+    if isinstance(value, list):
+        return [_decoded(entry) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    tag = value.get(_FLOAT_TAG)
+    if len(value) == 1 and isinstance(tag, str):
+        return _TAGGED_FLOATS.get(tag, value)
+    return {key: _decoded(entry) for key, entry in value.items()}
 
 
 def _require_known_type(path: Path, model_type: object) -> None:
