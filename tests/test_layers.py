@@ -234,3 +234,19 @@ def test_the_plan_that_was_asked_about_is_named_where_the_finding_lies_elsewhere
     assert on["SP102"] == [f"{situation} (plan a.yaml + b.yaml)", f"{situation} (plan b.yaml + b.yaml)"]
     assert on["SP104"] == [situation, situation]
     assert f"on: {situation} (plan a.yaml) and 1 more" in checked("a.yaml", "b.yaml")
+
+
+# ---------------------------------------------------------------- beside the layers
+
+PARTIAL_STREAM = "{style: embedding_rowwise, output: partial -> stream}"
+
+
+@pytest.mark.parametrize(("wte", "codes"), [("embedding_rowwise", {"SP206"}), (PARTIAL_STREAM, {"SP204"})])
+def test_a_table_of_positions_is_on_the_stream_only_where_the_embedding_cuts_it(
+    tmp_path: Path, wte: str, codes: set[str]
+) -> None:
+    """Elsewhere its gradient is complete, and would be summed to tp times too much. SP204: the cut at .h.0 is left."""
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(f"format: 1\nextends: gpt2\nrules:\n  .wte: {wte}\n  .wpe: sequence_parallel\n")
+    found = check_plan(plan, build_meta("gpt2"), "tp=2", sequence_parallel=True)
+    assert {finding.code for finding in found} == codes

@@ -87,8 +87,7 @@ def _fault(target: Target, module: ResolvedModule, style: Style, *, in_parts: bo
             "use sequence_parallel" if on_stream else "use null",
         )
     ends = target.sequence_parallel and bool(target.stream.gathers)
-    in_decoder = target.stream.decoder is not None and module.fqn.startswith(f"{target.stream.decoder}.")
-    if style.gradient is Gradient.STREAM and not (on_stream or in_decoder) and ends:
+    if style.gradient is Gradient.STREAM and not (on_stream or _beside_the_layers(target, module)) and ends:
         return f"{style.name} stands where the residual stream does not run", "use null: its gradient is complete there"
     if on_stream and target.sequence_parallel and style.gradient is Gradient.COMPLETE:
         return (
@@ -96,6 +95,20 @@ def _fault(target: Target, module: ResolvedModule, style: Style, *, in_parts: bo
             _on_the_stream(target, module),
         )
     return None
+
+
+def _beside_the_layers(target: Target, module: ResolvedModule) -> bool:
+    """Whether the decoder may run a module on the cut stream outside its layers: only behind them, but for a table of
+    positions, which is read before; anywhere where the embedding's output is cut already."""
+    stream = target.stream
+    if stream.decoder is None or not module.fqn.startswith(f"{stream.decoder}."):
+        return False
+    behind = module.info.kind is not Kind.EMBEDDING and all(
+        target.order[layer.fqn] < target.order[module.fqn]
+        for layer in target.resolved.modules
+        if stream.carries(layer.fqn)
+    )
+    return behind or stream.cut_by_embedding
 
 
 def _on_the_stream(target: Target, module: ResolvedModule) -> str:
