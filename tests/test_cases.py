@@ -292,7 +292,7 @@ def test_a_torch_style_of_ones_own_is_not_judged_by_its_siblings() -> None:
 QKV = "num_attention_heads * head_dim, k: num_key_value_heads * head_dim, v: num_key_value_heads * head_dim"
 SECTIONED = (
     f".layers.*.self_attn.qkv_proj: {{style: colwise, sections: [q: {QKV}]}}",
-    ".layers.*.mlp.gate_up_proj: {style: colwise, sections: [gate: 48, up: 48]}",
+    ".layers.*.mlp.gate_up_proj: {style: colwise, sections: [gate: 1, up: 1]}",
 )
 AROUND = (
     ".embed_tokens: embedding_rowwise",

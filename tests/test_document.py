@@ -191,7 +191,7 @@ def test_the_schema_is_one_for_its_draft_and_for_draft_7() -> None:
 DRAFT_7 = {
     *("$schema", "$ref", "title", "description", "definitions", "type", "enum", "const", "minimum", "minLength"),
     *("pattern", "items", "minItems", "properties", "required", "additionalProperties", "propertyNames"),
-    *("minProperties", "maxProperties", "anyOf"),
+    *("minProperties", "maxProperties", "maximum", "anyOf"),
 }  # fmt: skip
 
 

@@ -70,11 +70,11 @@ def test_a_users_rule_wins_over_transformers() -> None:
     assert placements["model.layers.1.mlp.up_proj.weight"] == "shard(0)"
 
 
-def test_keys_that_match_nothing_are_one_warning() -> None:
+def test_keys_that_match_nothing_are_one_note() -> None:
     model = tiny_models.build_meta("llama")
     model.tp_plan.update({"model.layers.*.mlp.experts": "moe_tp_experts", "model.layers.*.mlp.router": "replicate"})
     (finding,) = check_plan([Plan(HF, Location(HF), over_hf=True)], model, "tp=2")
-    assert (finding.code, finding.severity) == ("SP102", Severity.WARNING)
+    assert (finding.code, finding.severity) == ("SP102", Severity.NOTE)
     assert finding.message == (
         "2 keys of transformers' own plan for LlamaForCausalLM match nothing in it: model.layers.*.mlp.experts and "
         "model.layers.*.mlp.router"

@@ -17,9 +17,9 @@ from shardplan.checks.matching import (
 )
 from shardplan.checks.members import check_members
 from shardplan.checks.options import check_dropout, check_options, check_reduce_dtype
-from shardplan.checks.packed import check_dim, check_local_sizes, check_packed, check_sections
+from shardplan.checks.packed import check_dim, check_local_sizes, check_packed, check_packing, check_sections
 from shardplan.checks.parts import check_parts
-from shardplan.checks.side import check_norms_of_parts, check_shards, check_side_parameters
+from shardplan.checks.side import check_norms_of_parts, check_shards, check_side_parameters, check_whole_experts
 from shardplan.checks.sizes import check_dims, check_head_counts, check_heads, check_shared_heads
 from shardplan.checks.stream import check_stream
 from shardplan.checks.target import Target
@@ -42,6 +42,7 @@ CHECKS: tuple[Check, ...] = (
     check_packed,
     check_parts,
     check_sections,
+    check_packing,
     check_dim,
     check_conversions,
     check_groups,
@@ -56,6 +57,7 @@ CHECKS: tuple[Check, ...] = (
     check_head_counts,
     check_dims,
     check_side_parameters,
+    check_whole_experts,
     check_norms_of_parts,
     check_shards,
     check_options,

@@ -86,6 +86,7 @@ class CompiledModule:
         positions: it is handed the positions of the full sequence.
         native: a torch ``ParallelStyle`` that is applied as it stands instead of all this.
         local_sizes: attributes that count what is cut.
+        counted_once: its output is one rank's share of it.
         reads_children: it reads weights of the modules below it by itself.
         splits_vocabulary: an Embedding whose rows are cut: ids of other ranks' rows contribute zero.
     """
@@ -103,6 +104,7 @@ class CompiledModule:
     splits_vocabulary: bool = False
     positions: bool = False
     local_sizes: tuple[LocalSize, ...] = ()
+    counted_once: bool = False
     reads_children: bool = False
     native: Any = None
 

@@ -11,7 +11,7 @@ from pydantic.json_schema import WithJsonSchema
 from pydantic_core import CoreSchema, PydanticCustomError
 
 from shardplan.layouts import CONVERSION_REGEX, parse_conversion
-from shardplan.sections import NAME_REGEX, SIZE_REGEX, parse_section
+from shardplan.sections import LARGEST, NAME_REGEX, SIZE_REGEX, parse_section
 from shardplan.styles import STYLE_NAMES
 
 T = TypeVar("T")
@@ -132,7 +132,10 @@ SectionEntry = Annotated[
             "maxProperties": 1,
             "propertyNames": {"type": "string", "pattern": NAME_REGEX},
             "additionalProperties": {
-                "anyOf": [{"type": "string", "pattern": SIZE_REGEX}, {"type": "integer", "minimum": 0}]
+                "anyOf": [
+                    {"type": "string", "pattern": SIZE_REGEX},
+                    {"type": "integer", "minimum": 0, "maximum": LARGEST},
+                ]
             },
         }
     ),

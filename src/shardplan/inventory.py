@@ -41,8 +41,8 @@ class ParameterInfo:
 class HeadInfo:
     """How an attention module divides its width: ``heads`` query and ``kv_heads`` key-value heads of ``head_dim``.
 
-    ``hard_coded`` names attributes that hold a number of heads and that its methods use: on a rank with fewer heads
-    they are wrong.
+    ``hard_coded`` names attributes that hold a number of heads, or of all their features, and that its methods use: on
+    a rank with fewer heads they are wrong.
     """
 
     heads: int
@@ -62,6 +62,7 @@ class ModuleInfo:
         container: a list or dict of modules, whose own forward never runs.
         sizes: its whole numbers by attribute.
         reads_children: whether its methods read weights of modules below it by themselves.
+        interleaves: whether queries, keys and values lie in one projection head by head, and not one behind the other.
     """
 
     fqn: str
@@ -74,6 +75,7 @@ class ModuleInfo:
     sizes: tuple[tuple[str, int], ...]
     attention: HeadInfo | None = None
     reads_children: bool = False
+    interleaves: bool = False
 
     @property
     def features(self) -> tuple[int, int]:
@@ -244,6 +246,7 @@ def _module_info(fqn: str, outermost: str, path: str, module: nn.Module, nn: Any
         sizes=_whole_numbers(module),
         attention=_head_info(module),
         reads_children=_reads_own_children(module),
+        interleaves=_reads_heads_of_three(module),
     )
 
 
@@ -265,6 +268,10 @@ def _reads_own_children(module: Any) -> bool:
     return not holds_lists and not hasattr(module, "get_input_embeddings") and _reads_children(module.__class__)
 
 
+def _reads_heads_of_three(module: Any) -> bool:
+    return _interleaves(module.__class__)
+
+
 def _head_info(module: Any) -> HeadInfo | None:
     """transformers' attention modules carry their config and ``head_dim``; a module without either has no heads.
 
@@ -278,12 +285,29 @@ def _head_info(module: Any) -> HeadInfo | None:
     numbers = {f"{prefix}{n}": v for prefix, of in (("", module), ("config.", config)) for n, v in _whole_numbers(of)}
     counts = {name for name, value in numbers.items() if value in {heads, kv_heads} - {1}}
     named = {name for name in counts if "head" in name and "dim" not in name and "group" not in name}
-    return HeadInfo(heads, kv_heads, head_dim, tuple(sorted(named & _used_by_methods(module.__class__))))
+    widths = {heads * head_dim, kv_heads * head_dim}
+    split = {name for name in _splits_by(module.__class__) if numbers.get(name) in widths}
+    hard_coded = (named & _used_by_methods(module.__class__)) | split
+    return HeadInfo(heads, kv_heads, head_dim, tuple(sorted(hard_coded)))
 
 
+@cache
 def _used_by_methods(cls: type) -> frozenset[str]:
     """Attributes of ``self`` that a class's methods use, ``config.`` before those of its config."""
     return frozenset(found for source in _sources(cls) for found in re.findall(r"\bself\.((?:config\.)?\w+)", source))
+
+
+@cache
+def _splits_by(cls: type) -> frozenset[str]:
+    """Attributes of ``self`` by which a class's methods split an activation."""
+    return frozenset(name for source in _sources(cls) for name in re.findall(r"\.split\(\s*self\.(\w+)", source))
+
+
+@cache
+def _interleaves(cls: type) -> bool:
+    """Whether a class's methods view a projection as heads of three: ``3 * head_size``, ``num_heads, 3, head_dim``."""
+    form = re.compile(r"3 \* self\.head_(?:size|dim)|num_heads, 3,")
+    return any(form.search(source) for source in _sources(cls))
 
 
 @cache

@@ -53,9 +53,9 @@ def shared_heads(resolved: ResolvedPlan, tp: int) -> dict[str, SharedHeads]:
 
 
 def _lengths(resolved: ResolvedPlan, module: ResolvedModule) -> tuple[int, ...]:
-    style = module.style
+    style, whole = module.style, module.info.features[0]
     try:
-        return section_lengths(style.sections, resolved.inventory, module.fqn) if style else ()
+        return section_lengths(style.sections, resolved.inventory, module.fqn, whole) if style else ()
     except UnknownSizeError:
         return ()  # `check` has refused it
 

@@ -140,6 +140,7 @@ class _Lowering:
             splits_vocabulary=style is not None and style.split is Split.INPUT and module.info.kind is Kind.EMBEDDING,
             positions=style is not None and style.positions,
             local_sizes=tuple(self._local_sizes(module)),
+            counted_once=style is not None and style.counted_once,
             reads_children=module.info.reads_children,
             native=style.native if style else None,
         )
@@ -157,12 +158,12 @@ class _Lowering:
             placement=REPLICATE if dim is None else shard(dim),
             gradient=Gradient.COMPLETE if added_once else _gradient(style, module, replicated=dim is None),
             added_once=added_once,
-            sections=tuple(self._sections(style, module.fqn)) if style and dim is not None else (),
+            sections=tuple(self._sections(style, module.fqn, info.shape[dim])) if style and dim is not None else (),
         )
 
-    def _sections(self, style: Style, fqn: str) -> Iterator[CompiledSection]:
-        start = 0
-        for section, length in zip(style.sections, section_lengths(style.sections, self.inventory, fqn), strict=True):
+    def _sections(self, style: Style, fqn: str, whole: int) -> Iterator[CompiledSection]:
+        start, lengths = 0, section_lengths(style.sections, self.inventory, fqn, whole)
+        for section, length in zip(style.sections, lengths, strict=True):
             yield CompiledSection(section.name, start, length)
             start += length
 

@@ -233,7 +233,7 @@ def _style_of(rule: Rule, styles: Mapping[str, Style]) -> Style | None:
         style,
         dim=style.dim if rule.dim is None else rule.dim,
         sections=rule.sections or style.sections,
-        local_sizes=rule.local_sizes or style.local_sizes,
+        local_sizes=tuple(dict.fromkeys((*style.local_sizes, *rule.local_sizes))),
     )
 
 

@@ -6,7 +6,7 @@ A plan names them in order, each with a size: ``[gate: intermediate_size, up: in
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from shardplan.inventory import Inventory
 
 # Sums of products of whole numbers and names; one language for plan files and their JSON Schema.
-SIZE_REGEX = r"^ *[A-Za-z0-9_]+( *[*+] *[A-Za-z0-9_]+)* *(?!\n)$"
+_TERM = r"([A-Za-z_][A-Za-z0-9_]*|[0-9]{1,9})"
+SIZE_REGEX = rf"^ *{_TERM}( *[*+] *{_TERM}){{0,15}} *(?!\n)$"
+LARGEST = 999_999_999
 NAME_REGEX = r"^[A-Za-z][A-Za-z0-9]*(?!\n)$"
 
 
@@ -29,6 +31,10 @@ class Section:
 
     def __str__(self) -> str:
         return f"{self.name}: {self.size}"
+
+    @property
+    def is_number(self) -> bool:
+        return self.size.strip().isdigit()
 
     def length(self, lookup: Callable[[str], int | None]) -> int:
         """Its entries along the packed dim.
@@ -46,13 +52,19 @@ class UnknownSizeError(ValueError):
     """A name that neither the modules around nor the config know; it is the exception's argument."""
 
 
-def section_lengths(sections: Iterable[Section], inventory: Inventory, fqn: str) -> tuple[int, ...]:
-    """How long the sections of the module ``fqn`` are.
+def section_lengths(sections: Sequence[Section], inventory: Inventory, fqn: str, whole: int) -> tuple[int, ...]:
+    """How long the sections of the module ``fqn`` are along a dim of ``whole`` entries.
+
+    Numbers alone are shares: ``gate: 1, up: 1`` are two halves, whatever the size of the model.
 
     Raises:
         UnknownSizeError: as for `Section.length`.
     """
-    return tuple(section.length(partial(inventory.size, fqn=fqn)) for section in sections)
+    lengths = tuple(section.length(partial(inventory.size, fqn=fqn)) for section in sections)
+    total = sum(lengths)
+    shares = bool(total) and all(section.is_number for section in sections)
+    divides = shares and all(whole * length % total == 0 for length in lengths)
+    return tuple(whole * length // total for length in lengths) if divides else lengths
 
 
 def _value(factor: str, lookup: Callable[[str], int | None]) -> int:

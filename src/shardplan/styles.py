@@ -64,6 +64,7 @@ class Style:
         local_sizes: attributes of the module, ``config.`` before those of its config, that count what is cut: each rank
             reads its share.
         parts: styles of what lies below, by name; a rule that is more specific may say otherwise.
+        counted_once: its output is the same on every rank and goes into a sum over tp: each rank gives its share.
         bias_once: a whole linear whose input is a part of a sum: each rank adds its share of the bias.
         positions: whether the module is handed the positions of the full sequence, also where the embedding's output,
             from which models count them, is cut.
@@ -85,6 +86,7 @@ class Style:
     local_sizes: tuple[str, ...] = ()
     parts: tuple[tuple[str, Style], ...] = ()
     bias_once: bool = False
+    counted_once: bool = False
     positions: bool = False
     native: Any = None
 
@@ -208,6 +210,13 @@ STYLES: dict[str, Style] = {
             "a whole linear whose input is a part of a sum over tp: its gradient is summed and its bias added once",
             gradient=Gradient.PARTIAL,
             bias_once=True,
+        ),
+        Style(
+            "counted_once",
+            "a module inside a block that every rank runs whole, an identity expert: each gives a share of its output",
+            gradient=Gradient.PARTIAL,
+            counted_once=True,
+            subtree=True,
         ),
         _SHARD,
         _BLOCK,

@@ -71,6 +71,8 @@ def check_dead_rules(target: Target) -> Iterator[Diagnostic]:
             yield _dead("SP102", target, dead.rule, dead.match, _way_out(dead))
     for dead in faulty.inherited:
         yield _dead("SP102", target, dead.rule, dead.match)
+    if plan.plan.over_hf:
+        yield from _left_by_transformers(target)
     if plan.plan.unmatched:
         yield _unmatched(target, plan.plan.unmatched)
     for matched in plan.rules:
@@ -81,8 +83,35 @@ def check_dead_rules(target: Target) -> Iterator[Diagnostic]:
     yield from _dead_lines(target, plan.recompute)
 
 
+MUCH = 0.1  # of a model's parameters beside its ends
+
+
+def _left_by_transformers(target: Target) -> Iterator[Diagnostic]:
+    """SP211: what transformers' own plan says nothing of stays whole, and that may be most of the model."""
+    resolved, ends = target.resolved, (target.resolved.inventory.embedding, target.resolved.inventory.head)
+    body = [p for module in resolved.modules if module.fqn not in ends for p in module.parameters]
+    whole = [p for p in body if p.claim and p.claim.layer.kind == "hf" and p.style and p.style.split is Split.NONE]
+    share = sum(p.info.numel for p in whole) / max(sum(p.info.numel for p in body), 1)
+    if share > MUCH and target.mesh.has_tp:
+        largest = sorted(whole, key=lambda p: -p.info.numel)
+        names = list(dict.fromkeys(general(parameter.info.fqn) for parameter in largest))
+        yield Diagnostic(
+            "SP211",
+            f"{100 * share:.0f} % of {resolved.inventory.architectures[0]} beside its ends stay whole over tp: "
+            f"transformers' own plan does not say how to cut {listed(names[:3])}",
+            where=resolved.plan.where,
+            subject=names[0],
+            expected="rules for what is large",
+            hint="start from `plan-compile --init` and add them",
+            severity=Severity.WARNING,
+        )
+
+
 def _unmatched(target: Target, keys: tuple[str, ...]) -> Diagnostic:
-    """Many of transformers' own plans name what a model of the family may have, and this one has not."""
+    """Many of transformers' own plans name what a model of the family may have, and this one has not.
+
+    A note, since nobody can mend a plan that comes with transformers.
+    """
     model = target.resolved.inventory.architectures[0]
     shown = listed([*keys[:3], *([f"{len(keys) - 3} more"] if len(keys) > 3 else [])])
     return Diagnostic(
@@ -92,7 +121,7 @@ def _unmatched(target: Target, keys: tuple[str, ...]) -> Diagnostic:
         where=target.resolved.plan.where,
         subject=keys[0],
         hint="nothing to do where the model has no such module",
-        severity=Severity.WARNING,
+        severity=Severity.NOTE,
     )
 
 

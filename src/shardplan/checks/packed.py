@@ -24,7 +24,7 @@ def check_packed(target: Target) -> Iterator[Diagnostic]:
             continue
         columns, rows = producers[0].module.info.features[0], consumers[0].module.info.features[1]
         style = producers[0].module.style
-        if columns == rows or (style and style.sections):
+        if columns == rows or (style and style.sections) or group.owner.info.interleaves:
             continue
         fqn, sections = general(producers[0].module.fqn), _sections(group, columns, rows)
         yield Diagnostic(
@@ -34,7 +34,8 @@ def check_packed(target: Target) -> Iterator[Diagnostic]:
             where=rule.where,
             subject=fqn,
             expected="a style that cuts each packed section on its own",
-            hint=f"declare them: `{target.spell(fqn)}: {{style: colwise, sections: [{_declared(group, rows)}]}}`",
+            hint="declare them, if they lie one behind the other: "
+            f"`{target.spell(fqn)}: {{style: colwise, sections: [{_declared(group, rows)}]}}`",
         )
 
 
@@ -61,17 +62,17 @@ def _declared(group: Group, rows: int) -> str:
         kv = "num_key_value_heads * head_dim"
         return f"q: num_attention_heads * head_dim, k: {kv}, v: {kv}"
     if columns == 2 * rows:
-        return f"gate: {rows}, up: {rows}"
-    return ", ".join(f"part{number}: {rows}" for number in range(columns // rows)) if columns % rows == 0 else "..."
+        return "gate: 1, up: 1"
+    return ", ".join(f"part{number}: 1" for number in range(columns // rows)) if columns % rows == 0 else "..."
 
 
 # ---------------------------------------------------------------- SP214
 
 
-def known_lengths(inventory: Inventory, module: ResolvedModule, style: Style | None) -> tuple[int, ...]:
+def known_lengths(inventory: Inventory, module: ResolvedModule, style: Style | None, whole: int) -> tuple[int, ...]:
     """How long the sections of a style are at a module; empty where it has none, or a size that nobody knows."""
     try:
-        return section_lengths(style.sections, inventory, module.fqn) if style else ()
+        return section_lengths(style.sections, inventory, module.fqn, whole) if style else ()
     except UnknownSizeError:
         return ()
 
@@ -104,13 +105,13 @@ def _misfit(target: Target, module: ResolvedModule, style: Style) -> tuple[str, 
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         return f"two are named {twice}", "a name for each"
-    try:
-        lengths = section_lengths(style.sections, inventory, module.fqn)
-    except UnknownSizeError as unknown:
-        return f"nobody knows '{unknown}'", "the name of a whole number"
     tied = {p.identity for group in inventory.ties for p in group}
     for parameter in module.parameters:
         dim = cut.get(parameter.info.name)
+        try:
+            lengths = section_lengths(style.sections, inventory, module.fqn, parameter.info.shape[dim or 0])
+        except UnknownSizeError as unknown:
+            return f"nobody knows '{unknown}'", "the name of a whole number"
         if dim is not None and parameter.info.shape[dim] != sum(lengths):
             spelled = " + ".join(map(str, lengths))
             return (
@@ -120,6 +121,56 @@ def _misfit(target: Target, module: ResolvedModule, style: Style) -> tuple[str, 
         if dim is not None and parameter.info.identity in tied:
             return f"{parameter.info.name} is tied to another parameter", "a packed parameter of its own"
     return None
+
+
+def check_packing(target: Target) -> Iterator[Diagnostic]:
+    """SP214: sections are those that the module takes apart, as far as the widths around it tell."""
+    for group in target.groups:
+        consumers = group.of_role("consumer")
+        rows = consumers[0].module.info.features[1] if len(consumers) == 1 else 0
+        for member in group.members:
+            style, module = member.module.style, member.module
+            if style is None or not style.sections or module.rule is None or module.part or not rows:
+                continue
+            packs = member.role == "producer"
+            whole = module.info.features[0] if packs else rows
+            lengths = known_lengths(target.resolved.inventory, module, style, whole)
+            due = _due(group, whole, rows) if packs else ((rows,),)
+            if sum(lengths) == whole and due and lengths not in due:
+                spelled = " or ".join(", ".join(map(str, each)) for each in due)
+                yield Diagnostic(
+                    "SP214",
+                    f"sections of {general(module.fqn)} are {', '.join(map(str, lengths))}, where {group.name} takes "
+                    f"it apart into {spelled}",
+                    where=module.rule.where,
+                    subject=general(module.fqn),
+                    expected=f"sections of {spelled}" if "," in spelled else "no sections: it packs nothing",
+                    hint="the order counts, too: it is that of the weight's rows",
+                )
+    for module in target.resolved.modules:
+        ends = (target.resolved.inventory.embedding, target.resolved.inventory.head)
+        if module.fqn in ends and module.rule is not None and module.rule.sections:
+            yield Diagnostic(
+                "SP214",
+                f"{general(module.fqn)} has sections, but a vocabulary is cut as one",
+                where=module.rule.where,
+                subject=general(module.fqn),
+                expected="no sections",
+                hint="remove them",
+            )
+
+
+def _due(group: Group, columns: int, rows: int) -> tuple[tuple[int, ...], ...]:
+    """The sections that a projection of so many columns may have before a linear that takes so many rows."""
+    heads = group.owner.info.attention
+    if columns == rows:
+        return ((columns,),)
+    if heads and _packs_attention(group, columns):
+        kv = heads.kv_heads * heads.head_dim
+        return ((heads.heads * heads.head_dim, kv, kv), *(((columns,),) if heads.kv_heads == heads.heads else ()))
+    if columns % rows == 0:
+        return ((rows,) * (columns // rows), (columns,)) if heads else ((rows,) * (columns // rows),)
+    return ()
 
 
 def check_dim(target: Target) -> Iterator[Diagnostic]:
@@ -138,6 +189,9 @@ def check_dim(target: Target) -> Iterator[Diagnostic]:
             )
 
 
+_OF_ONE_HEAD = ("head_dim", "head_size", "qk_head_dim", "v_head_dim", "num_key_value_groups")
+
+
 def check_local_sizes(target: Target) -> Iterator[Diagnostic]:
     """SP214: local sizes are whole numbers that the module has. SP201: tp divides all of them."""
     inventory = target.resolved.inventory
@@ -148,7 +202,16 @@ def check_local_sizes(target: Target) -> Iterator[Diagnostic]:
         has = {**dict(module.info.sizes), **{f"config.{name}": value for name, value in inventory.sizes}}
         name = general(module.fqn)
         for attribute in style.local_sizes:
-            if attribute not in has:
+            if attribute.removeprefix("config.") in _OF_ONE_HEAD:
+                yield Diagnostic(
+                    "SP214",
+                    f"{attribute} of {name} counts within one head, or between heads, and is the same on every rank",
+                    where=rule.where,
+                    subject=name,
+                    expected="local sizes that count heads, groups, or features over all of them",
+                    hint=f"remove {attribute} from local_sizes",
+                )
+            elif attribute not in has:
                 yield Diagnostic(
                     "SP214",
                     f"{name}, {with_article(module.info.class_name)}, has no whole number {attribute}",

@@ -55,7 +55,8 @@ def _named(target: Target, fqn: str) -> Iterator[tuple[ResolvedModule, ResolvedP
 
 def _cut(target: Target, module: ResolvedModule, style: Style | None, parameter: ResolvedParameter) -> _Cut:
     dim = split_dim(style, module, parameter.info.name)
-    lengths = known_lengths(target.resolved.inventory, module, style) if dim is not None else ()
+    whole = parameter.info.shape[dim] if dim is not None else 0
+    lengths = known_lengths(target.resolved.inventory, module, style, whole) if whole else ()
     return _Cut(dim, lengths, style.local_sizes if style else ())
 
 

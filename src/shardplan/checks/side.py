@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from shardplan.checks.groups import Group
 from shardplan.checks.names import general
-from shardplan.checks.target import Target
+from shardplan.checks.packed import known_lengths
+from shardplan.checks.target import Target, listed
 from shardplan.diagnostics import Diagnostic
 from shardplan.inventory import HeadInfo, ParameterInfo
 from shardplan.resolve import ResolvedModule, ResolvedParameter
@@ -79,6 +80,27 @@ def _fault(target: Target, parameter: ResolvedParameter, covered: str) -> Diagno
     )
 
 
+def check_whole_experts(target: Target) -> Iterator[Diagnostic]:
+    """SP203: fused experts that stay whole inside a block, whose output edge would count them tp times."""
+    for group in target.groups:
+        for module in target.resolved.children(group.owner.fqn) if group.is_block else ():
+            whole = [p for p in module.parameters if len(p.info.shape) == 3 and not _is_cut(p)]
+            if whole and module.info.class_name not in _CONVOLUTIONS and not target.explained(module.fqn):
+                names = listed([general(parameter.info.fqn) for parameter in whole])
+                verb = "stays" if len(whole) == 1 else "stay"
+                yield Diagnostic(
+                    "SP203",
+                    f"{names} {verb} whole in {group.name}, which adds up over tp what each rank gives",
+                    where=target.where(whole[0].claim, group.owner.rule),
+                    subject=general(module.fqn),
+                    expected="experts of which every rank has a part: style shard on their parameters",
+                    hint="cut the features inside an expert: `{style: shard, dim: ...}`",
+                )
+
+
+_CONVOLUTIONS = ("Conv1d",)
+
+
 def check_norms_of_parts(target: Target) -> Iterator[Diagnostic]:
     """SP208: behind a block's last row-wise linear there are parts of a sum, and a norm over them is not one of it.
 
@@ -114,7 +136,7 @@ def check_shards(target: Target) -> Iterator[Diagnostic]:
             claim, style = parameter.claim, parameter.style
             if claim is None or style is None or style.split is not Split.DIM or claim.style != style.name:
                 continue  # nobody's, or a part of a style that knows its modules
-            problem = _misplaced_shard(parameter, module, by_owner.get(module.inside or ""))
+            problem = _misplaced_shard(target, parameter, module, by_owner.get(module.inside or ""))
             if problem and not target.explained(module.fqn):
                 message, expected = problem
                 name = general(parameter.info.fqn)
@@ -123,18 +145,21 @@ def check_shards(target: Target) -> Iterator[Diagnostic]:
 
 
 def _misplaced_shard(
-    parameter: ResolvedParameter, module: ResolvedModule, group: Group | None
+    target: Target, parameter: ResolvedParameter, module: ResolvedModule, group: Group | None
 ) -> tuple[str, str] | None:
     """What is wrong with it, and what was expected."""
     shape, dim = parameter.info.shape, parameter.style.dim if parameter.style else 0
     if dim >= len(shape):
         return f"it has no dim {dim}, its shape is {shape}", f"a dim below {len(shape)}"
+    if len(shape) > 2 and (dim == 0 or (shape[dim] == stream_width(target) and len(set(shape)) == len(shape))):
+        what = "over the experts" if dim == 0 else f"along the stream's width, {shape[dim]}"
+        return f"it cuts {what}, and each rank has all experts and all of the stream", "the features inside an expert"
     if module.inside is None:
         return (
             "activations are whole outside of blocks, and each rank would have a part of it",
             "a place inside a block",
         )
-    if group is None or _follows_heads(shape, dim, group, module) or _pairs(parameter, module, shape[dim]):
+    if group is None or _follows_heads(shape, dim, group, module) or _pairs(target, parameter, module, shape[dim]):
         return None  # without a group: what is wrong with its block is said already
     return f"nothing else in {group.name} is cut along a dim of {shape[dim]}", "a dim of heads or of cut features"
 
@@ -148,16 +173,16 @@ def _follows_heads(shape: tuple[int, ...], dim: int, group: Group, module: Resol
     return shape[dim] in widths and (heads is None or shape[dim] != heads.head_dim)
 
 
-def _pairs(parameter: ResolvedParameter, module: ResolvedModule, length: int) -> bool:
+def _pairs(target: Target, parameter: ResolvedParameter, module: ResolvedModule, length: int) -> bool:
     """Fused experts: what one parameter gives in parts, another one of the module takes in parts."""
     others = [p for p in module.parameters if p is not parameter and p.style is not None and p.style.split is Split.DIM]
-    lengths = _section_lengths(parameter) or {length}
-    return any(lengths & (_section_lengths(other) or _cut_length(other)) for other in others)
+    lengths = _section_lengths(target, parameter, module) or {length}
+    return any(lengths & (_section_lengths(target, other, module) or _cut_length(other)) for other in others)
 
 
-def _section_lengths(parameter: ResolvedParameter) -> set[int]:
-    """Of sections that say numbers; those by name are looked up by `check_sections`."""
-    return {int(s.size) for s in parameter.style.sections if s.size.isdigit()} if parameter.style else set()
+def _section_lengths(target: Target, parameter: ResolvedParameter, module: ResolvedModule) -> set[int]:
+    (whole,) = _cut_length(parameter) or (0,)
+    return set(known_lengths(target.resolved.inventory, module, parameter.style, whole))
 
 
 def _cut_length(parameter: ResolvedParameter) -> set[int]:

@@ -68,7 +68,7 @@ def check_head_counts(target: Target) -> Iterator[Diagnostic]:
             yield Diagnostic(
                 "SP210",
                 f"{name}, {with_article(module.info.class_name)}, shapes its activations by {attributes}, "
-                f"the number of all {heads.heads} heads",
+                f"which counts what all {heads.heads} heads have",
                 where=_where(target, module),
                 subject=name,
                 expected="attention that takes the number of heads from its activations, or local sizes",
@@ -173,7 +173,7 @@ def _cuts(target: Target) -> list[_Cut]:
 
 
 def _lengths(target: Target, module: ResolvedModule, parameter: ResolvedParameter, whole: int) -> tuple[int, ...]:
-    lengths = known_lengths(target.resolved.inventory, module, parameter.style)
+    lengths = known_lengths(target.resolved.inventory, module, parameter.style, whole)
     return lengths if sum(lengths) == whole else (whole,)
 
 

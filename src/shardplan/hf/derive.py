@@ -191,7 +191,8 @@ class _Derivation:
         ]
         producers = [m for m in siblings if self.meant.get(m.fqn) is Meaning.CUT_OUTPUT]
         consumers = [m for m in siblings if self.meant.get(m.fqn) is Meaning.CUT_INPUT and m.kind.is_linear]
-        if len(producers) != 1 or len(consumers) != 1 or consumers[0].features[1] == linear.features[0]:
+        plain = self.inventory.by_fqn[next(ancestors(linear.fqn))].interleaves
+        if plain or len(producers) != 1 or len(consumers) != 1 or consumers[0].features[1] == linear.features[0]:
             return ()
         return (Section("heads", str(linear.features[0])),)
 

@@ -48,6 +48,8 @@ class LocalStyle(ParallelStyle):
         if self.compiled.parameters or self.compiled.reads_children:
             read_locally(module, self.compiled, self.stream)
         localise(module, self.compiled.local_sizes, self.stream.ranks)
+        if self.compiled.counted_once:
+            module.register_forward_hook(partial(_share_output, self.stream.ranks.size))
         if self.compiled.positions and self.stream.cut_by_embedding:
             module.register_forward_pre_hook(partial(full_positions, self.stream), with_kwargs=True)
         if self.compiled.input is not None:
@@ -103,6 +105,10 @@ def _convert_output(stream: Stream, edge: Edge, module: nn.Module, args: tuple[A
     if isinstance(output, tuple):
         return (stream.convert(output[0], edge), *output[1:])
     return stream.convert(output, edge)
+
+
+def _share_output(ranks: int, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    return output / ranks
 
 
 def logits_as_dtensor(mesh: DeviceMesh, vocabulary: int, output: Tensor) -> DTensor:
