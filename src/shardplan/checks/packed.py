@@ -149,7 +149,10 @@ def check_packing(target: Target) -> Iterator[Diagnostic]:
                 )
     for module in target.resolved.modules:
         ends = (target.resolved.inventory.embedding, target.resolved.inventory.head)
-        if module.fqn in ends and module.rule is not None and module.rule.sections:
+        style = module.style
+        if module.fqn not in ends or style is None or not style.sections or _misfit(target, module, style):
+            continue
+        if module.rule is not None:
             yield Diagnostic(
                 "SP214",
                 f"{general(module.fqn)} has sections, but a vocabulary is cut as one",

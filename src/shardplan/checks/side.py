@@ -151,9 +151,8 @@ def _misplaced_shard(
     shape, dim = parameter.info.shape, parameter.style.dim if parameter.style else 0
     if dim >= len(shape):
         return f"it has no dim {dim}, its shape is {shape}", f"a dim below {len(shape)}"
-    if len(shape) > 2 and (dim == 0 or (shape[dim] == stream_width(target) and len(set(shape)) == len(shape))):
-        what = "over the experts" if dim == 0 else f"along the stream's width, {shape[dim]}"
-        return f"it cuts {what}, and each rank has all experts and all of the stream", "the features inside an expert"
+    if len(shape) > 2 and dim == 0:
+        return "it cuts over the experts, and each rank routes to all of them", "a dim of features inside an expert"
     if module.inside is None:
         return (
             "activations are whole outside of blocks, and each rank would have a part of it",
