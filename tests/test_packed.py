@@ -105,6 +105,34 @@ def test_a_mixer_is_cut_by_group(tp: int, odd: str) -> None:
     assert findings("nemotron_h", model, mesh="tp=8") == []
 
 
+def offered(plan: str, model: Any, tp: int, overrides: dict[str, Any] | None = None) -> str:
+    """The degrees that SP201 names where tp tears the heads of attention apart."""
+    found = [finding for finding in findings(plan, model, overrides, mesh=f"tp={tp}") if finding.code == "SP201"]
+    (torn,) = (finding for finding in found if "the heads of" in finding.message)
+    return torn.expected
+
+
+def test_degrees_for_the_heads_fit_the_other_mixers_too() -> None:
+    model = build_meta_model("nemotron-3-nano-30b-a3b")
+    assert offered("nemotron_h", model, 3) == (
+        "a tp that divides the heads, and the KV heads or is a multiple of them: 1, 2, 4 or 8 "
+        "(other sizes of the model rule out 16 and 32)"
+    )
+    assert {finding.code for finding in findings("nemotron_h", model, mesh="tp=8")} == {"SP215"}
+
+
+@pytest.mark.parametrize("tp", [3, 4, 8])
+def test_kv_heads_that_no_section_holds_alone_are_not_shared(tp: int) -> None:
+    """What ranks would have to gather lies among the queries, or in one section with the values."""
+    joined = sectioned({"q": "num_attention_heads * head_dim"}, {"kv": "2 * num_key_value_heads * head_dim"})
+    rule = {"model.layers.*.self_attn.qkv_proj": joined}
+    assert offered("phi3", build_meta("phi3"), tp, rule) == "a tp that divides the heads and the KV heads: 1 or 2"
+    if tp != 4:
+        assert offered("phi3", build_meta("phi3"), tp) == (
+            "a tp that divides the heads, and the KV heads or is a multiple of them: 1, 2 or 4"
+        )
+
+
 # ---------------------------------------------------------------- SP210: silenced by local sizes
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shardplan.checks.groups import FEATURES
 from shardplan.checks.names import general, last, with_article
-from shardplan.checks.packed import known_lengths
+from shardplan.checks.packed import check_local_sizes, known_lengths
 from shardplan.checks.target import Target, listed
 from shardplan.diagnostics import Diagnostic, Location, Severity
 from shardplan.inventory import HeadInfo, ancestors
 from shardplan.kv_heads import replicas
 from shardplan.lower import split_dim
+from shardplan.mesh import TP, MeshSpec
 from shardplan.residual import input_conversion, output_conversion
 from shardplan.resolve import ResolvedModule, ResolvedParameter
 from shardplan.styles import Kind, Split
@@ -20,6 +21,7 @@ from shardplan.styles import Kind, Split
 
 def check_heads(target: Target) -> Iterator[Diagnostic]:
     """SP201: tp divides heads and KV heads. Columns may divide where heads do not, and then heads are torn apart."""
+    legal = _Legal(target)
     for module in _torn(target):
         heads = module.info.attention
         assert heads is not None
@@ -30,7 +32,7 @@ def check_heads(target: Target) -> Iterator[Diagnostic]:
             f"head_dim {heads.head_dim}",
             where=_where(target, module),
             subject=name,
-            expected=f"a tp that divides the heads, and the KV heads or is a multiple of them: {_head_degrees(heads)}",
+            expected=legal.expected(module, heads),
             hint="choose one of these degrees",
         )
 
@@ -105,8 +107,36 @@ def _fits(heads: HeadInfo, target: Target, module: ResolvedModule) -> bool:
     return heads.heads % tp == 0 and (heads.kv_heads % tp == 0 or module.fqn in target.shared_heads)
 
 
-def _head_degrees(heads: HeadInfo) -> str:
-    return _degrees(tp for tp in range(1, heads.heads + 1) if heads.kv_heads % tp == 0 or replicas(heads, tp) > 1)
+class _Legal:
+    """The degrees that would pass in place of the target's."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._at: dict[int, Target] = {}
+        self._fits: dict[int, bool] = {}
+
+    def expected(self, module: ResolvedModule, heads: HeadInfo) -> str:
+        """What is expected of tp for a module's heads, with the degrees that fit the whole model."""
+        own = [tp for tp in _divisors(heads.heads) if _fits(heads, self._with(tp), module)]
+        legal = [tp for tp in own if self._fits_all(tp)]
+        may_share = all(tp in own for tp in _divisors(heads.heads) if replicas(heads, tp) > 1)
+        kv_heads = ", and the KV heads or is a multiple of them" if may_share else " and the KV heads"
+        others = [str(tp) for tp in own if tp not in legal]
+        but = f" (other sizes of the model rule out {listed(others)})" if others else ""
+        return f"a tp that divides the heads{kv_heads}: {_degrees(legal)}{but}"
+
+    def _with(self, tp: int) -> Target:
+        if tp not in self._at:
+            self._at[tp] = replace(self._target, mesh=MeshSpec(((TP, tp),)))
+        return self._at[tp]
+
+    def _fits_all(self, tp: int) -> bool:
+        """Whether every module's heads, groups and cut dims fit."""
+        if tp not in self._fits:
+            target = self._with(tp)
+            found = (*check_local_sizes(target), *check_dims(target))
+            self._fits[tp] = not _torn(target) and all(finding.code not in ("SP201", "SP202") for finding in found)
+        return self._fits[tp]
 
 
 def _cuts_output(module: ResolvedModule) -> bool:
