@@ -21,13 +21,13 @@ from shardplan.merge import read_plan
 from shardplan.mesh import parse_mesh
 from shardplan.plan import Recompute
 from shardplan.resolve import resolve
-from tiny_models import build_meta
+from tiny_models import build_meta, plan_of
 
 PLAN = ROOT / "plans" / "llama.yaml"
 
 
-def target(plan: Any = PLAN, mesh: str = "dp=2,tp=2", **sizes: Any) -> Target:
-    resolved = resolve(read_plan(plan), take_inventory(build_meta("llama", **sizes)))
+def target(plan: Any = PLAN, mesh: str = "dp=2,tp=2", model: str = "llama", **sizes: Any) -> Target:
+    resolved = resolve(read_plan(plan), take_inventory(build_meta(model, **sizes)))
     return Target(resolved, parse_mesh(mesh), False)
 
 
@@ -56,6 +56,20 @@ def test_a_module_of_a_block() -> None:
     assert (found.block, found.edges, found.unit) == ("model.layers.*.mlp", (), "model.layers.*")
     assert found.parameters is not None
     assert [(p.name, p.placement, p.tied_to) for p in found.parameters] == [("weight", "shard(0)", ())]
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "placement"),
+    [
+        ("nemotron-h", "model.layers.0.mixer.in_proj.weight", "shard(0) in sections z, x, B, C, dt"),
+        ("nemotron-h", "model.layers.0.mixer.out_proj.weight", "shard(1)"),
+        ("gpt2", "transformer.h.*.attn.c_attn.weight", "shard(1) in sections q, k, v"),
+    ],
+)
+def test_a_packed_parameter_shows_its_sections(model: str, name: str, placement: str) -> None:
+    (found,) = explained(name, ROOT / "plans" / f"{plan_of(model)}.yaml", model=model)
+    assert found.parameters is not None
+    assert [parameter.placement for parameter in found.parameters] == [placement]
 
 
 def test_a_block_shows_both_modes() -> None:

@@ -49,7 +49,10 @@ class ExplainedEdge:
 
 @dataclass(frozen=True, slots=True)
 class ExplainedParameter:
-    """Where a parameter lies; ``rule`` decided, and is "" where none does. ``gradient`` is a replicated one's."""
+    """Where a parameter lies; ``rule`` decided, and is "" where none does. ``gradient`` is a replicated one's.
+
+    ``placement``: ``replicate``, ``shard(0)``, or ``shard(0) in sections q, k, v`` of a packed parameter.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -170,11 +173,17 @@ class _Explainer:
         return ExplainedParameter(
             name=compiled.name,
             shape=compiled.shape,
-            placement=str(compiled.placement),
+            placement=_placement(compiled),
             gradient=compiled.gradient.value,
             rule=f"{claim.alternative.text} ({claim.rule.where})" if claim else "",
             tied_to=tuple(map(general, ties)),
         )
+
+
+def _placement(parameter: CompiledParameter) -> str:
+    """``shard(0)``; of a packed parameter with the names of its sections, each of which is cut on its own."""
+    sections = ", ".join(section.name for section in parameter.sections)
+    return f"{parameter.placement} in sections {sections}" if sections else str(parameter.placement)
 
 
 def _of_parameter(parameter: ResolvedParameter) -> Iterator[Spoken]:

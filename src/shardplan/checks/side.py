@@ -136,6 +136,9 @@ def check_shards(target: Target) -> Iterator[Diagnostic]:
             claim, style = parameter.claim, parameter.style
             if claim is None or style is None or style.split is not Split.DIM or claim.style != style.name:
                 continue  # nobody's, or a part of a style that knows its modules
+            around = target.resolved.by_fqn.get(module.inside or "")
+            if around is not None and around.style is not None and around.style.parts:
+                continue  # `check_parts` compares it with the style's own
             problem = _misplaced_shard(target, parameter, module, by_owner.get(module.inside or ""))
             if problem and not target.explained(module.fqn):
                 message, expected = problem
