@@ -4,13 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test parity campaign check lint types quick-tests format schema golden clean
+.PHONY: help demo test parity campaign sweep check lint types quick-tests format schema golden clean
 
 help:
 	@echo "make demo    check the shipped plans, then train a tiny Llama on 4 processes and on one, and compare"
 	@echo "make test    all tests"
 	@echo "make parity  the parity contract in every combination, about an hour; writes docs/parity.md"
 	@echo "make campaign  every mutation of the shipped plans against the checker, hours; writes docs/campaign.md"
+	@echo "make sweep   every model of transformers with a plan of its own, half an hour; writes docs/coverage.md"
 	@echo "make check   lint, format, types, and the tests that need no processes"
 	@echo "make format  rewrite the sources as ruff wants them"
 	@echo "make schema  write the two files in schemas anew"
@@ -32,6 +33,9 @@ parity: $(READY)
 
 campaign: $(READY)
 	$(BIN)/python tests/campaign.py --write
+
+sweep: $(READY)
+	$(BIN)/python tests/sweep.py --write
 
 check: $(READY)
 	@$(MAKE) --no-print-directory --jobs 2 lint types quick-tests
