@@ -146,8 +146,9 @@ def apply_plan(
 
     Args:
         model: a model on the mesh's device, with equal weights on all ranks, or on the meta device.
-        plan: a path, a shipped name such as ``"llama"``, ``"auto"`` for the plan shipped for the model, a `Plan`, a
-            dict of patterns to style strings or torch ``ParallelStyle``s, or a list of layers of which later ones win.
+        plan: a path, a shipped name such as ``"llama"``, ``"auto"`` for the plan shipped for the model, else
+            transformers' own, a `Plan`, a dict of patterns to style strings or torch ``ParallelStyle``s, or a list of
+            layers of which later ones win.
         mesh: named axes: ``tp``; one of ``dp``, ``fsdp``, ``dp_shard``; beside it ``dp_replicate`` and ``cp``.
         sequence_parallel: cut the residual stream over tp.
         overrides: one more layer or list of layers, on top of ``plan``.
