@@ -76,8 +76,8 @@ def _all_but_the_groups(module: Any, sizes: Any, ranks: Any) -> None:
     _localise(module, [size for size in sizes if size.name != "n_groups"], ranks)
 
 
-def _none_of_a_convolution(self: Any, style: Any, fqn: str) -> Iterator[CompiledSection]:
-    return iter(()) if fqn.endswith("conv1d") else _sections(self, style, fqn)
+def _none_of_a_convolution(self: Any, style: Any, fqn: str, whole: int) -> Iterator[CompiledSection]:
+    return iter(()) if fqn.endswith("conv1d") else _sections(self, style, fqn, whole)
 
 
 def _gather_of_one_ranks_gradient(forward: str, backward: str, **where: Any) -> Collective:

@@ -13,7 +13,7 @@ from pool import Pool
 from shardplan.resources import shipped_plans
 from shardplan.verify.ranks import LocalRanks
 
-STRIDE = 260
+STRIDE = 450
 
 
 @pytest.fixture(scope="module")
