@@ -7,6 +7,10 @@ from torch import nn
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Olmo2Config,
@@ -162,3 +166,13 @@ def large_llama_across_features() -> nn.Module:
     for layer in model.model.layers:
         layer.mlp.act_fn = AcrossFeatures()
     return model
+
+
+def gpt_neox() -> nn.Module:
+    """Its projection lies head by head: queries, keys and values of one head side by side."""
+    return GPTNeoXForCausalLM(GPTNeoXConfig(**{k: v for k, v in TINY.items() if k != "num_key_value_heads"}))
+
+
+def gpt_oss() -> nn.Module:
+    """transformers' plan for it names the embedding and the head alone."""
+    return GptOssForCausalLM(GptOssConfig(**TINY, head_dim=8, num_local_experts=4))

@@ -178,3 +178,77 @@ def test_heads_that_ranks_share_are_a_note(
 def test_attention_that_stays_whole_shares_nothing() -> None:
     whole = {ATTENTION: None, f"{ATTENTION}.*_proj": None}
     assert [f.code for f in findings("llama", "llama-1kv", whole, "tp=4")] in ([], ["SP211"])
+
+
+@pytest.mark.parametrize(
+    ("plan", "overrides", "message"),
+    [
+        (
+            "phi3",
+            {f"{ATTENTION}.qkv_proj": sectioned({"k": 32}, {"q": 64}, {"v": 32})},
+            "sections of model.layers.*.self_attn.qkv_proj are 32, 64, 32, where block model.layers.*.self_attn takes "
+            "it apart into 64, 32, 32",
+        ),
+        (
+            "phi3",
+            {GATE_UP: sectioned({"a": 1}, {"b": 1}, {"c": 1}, {"d": 1})},
+            "sections of model.layers.*.mlp.gate_up_proj are 64, 64, 64, 64, where block model.layers.*.mlp takes it "
+            "apart into 128, 128",
+        ),
+        (
+            "llama",
+            {".layers.*.self_attn.q_proj": sectioned({"a": 1}, {"b": 1})},
+            "sections of model.layers.*.self_attn.q_proj are 32, 32, where block model.layers.*.self_attn takes it "
+            "apart into 64",
+        ),
+        ("llama", {"lm_head": sectioned({"a": 1}, {"b": 1})}, "lm_head has sections, but a vocabulary is cut as one"),
+        (
+            "llama",
+            {ATTENTION: {"style": "block", "local_sizes": ["head_dim"]}},
+            "head_dim of model.layers.*.self_attn counts within one head, or between heads, and is the same on every "
+            "rank",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) and value in ("phi3", "llama") else "",
+)
+def test_sections_that_nothing_takes_apart_so(plan: str, overrides: dict[str, Any], message: str) -> None:
+    assert message in [found.message for found in findings(plan, plan, overrides) if found.code == "SP214"]
+
+
+def test_gpt2_without_its_local_size_is_refused() -> None:
+    messages = [found.message for found in findings("gpt2", "gpt2", {".h.*.attn": "block"}) if found.code == "SP210"]
+    assert messages == [
+        "transformer.h.*.attn, a GPT2Attention, shapes its activations by self.split_size, which counts what all 4 "
+        "heads have"
+    ]
+
+
+def test_numbers_alone_are_shares() -> None:
+    for sections in ([{"gate": 1}, {"up": 1}], [{"gate": 128}, {"up": 128}], [{"gate": 8192}, {"up": 8192}]):
+        assert findings("phi3", "phi3", {GATE_UP: sectioned(*sections)}) == []
+
+
+def test_a_projection_that_lies_head_by_head_is_cut_plainly() -> None:
+    rules = {
+        "gpt_neox.layers.*.attention": "block",
+        "gpt_neox.layers.*.attention.query_key_value": "colwise",
+        "gpt_neox.layers.*.attention.dense": "rowwise",
+    }
+    codes = {found.code for found in check_plan(rules, broken_models.gpt_neox(), "tp=2")}
+    assert "SP105" not in codes
+
+
+@pytest.mark.parametrize("style", [None, "replicated_with_grad_allreduce"])
+def test_experts_that_stay_whole_in_a_block_are_refused(style: str | None) -> None:
+    whole = {".layers.*.mixer.experts.{up,down}_proj": style}
+    messages = [found.message for found in findings("nemotron_h", "nemotron-h", whole) if found.code == "SP203"]
+    assert messages == [
+        "model.layers.*.mixer.experts.up_proj and model.layers.*.mixer.experts.down_proj stay whole in block "
+        "model.layers.*.mixer, which adds up over tp what each rank gives"
+    ]
+
+
+def test_what_transformers_leaves_whole_is_a_warning() -> None:
+    found = {finding.code: finding for finding in check_plan("auto", broken_models.gpt_oss(), "tp=2")}
+    assert found["SP211"].severity is Severity.WARNING
+    assert "stay whole over tp: transformers' own plan does not say how to cut" in found["SP211"].message
