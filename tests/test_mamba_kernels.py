@@ -15,6 +15,8 @@ from parity import Batch
 from pool import Pool
 from tiny_models import OTHERS, build
 
+pytestmark = pytest.mark.processes  # not quick
+
 HYBRIDS = [name for name in OTHERS if name.startswith("nemotron-h")]
 MIXERS = 2  # of every hybrid
 FUSED = {"mamba_split_conv1d_scan_combined": MIXERS}

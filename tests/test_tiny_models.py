@@ -9,6 +9,8 @@ from pairs import pairwise
 from parity import Batch
 from tiny_models import OTHERS, build, build_meta
 
+pytestmark = pytest.mark.processes  # not quick
+
 BATCHES = [
     Batch(labels=settings["length"] > 1, **settings)
     for settings in pairwise(
