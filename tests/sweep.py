@@ -82,6 +82,9 @@ def look(ranks: LocalRanks, name: str) -> Row:
         said = f"not built from its own default configuration: {_line(error)}"
         return Row(name, "", said, said, 0.0, 0, 0, 0.0)
     inventory = take_inventory(model)
+    if not inventory.tp_plan:
+        said = "no plan: the class does not take it up from its configuration"
+        return Row(name, inventory.architectures[0], said, said, 0.0, 0, 0, 0.0)
     resolved = resolve(OURS, inventory)
     verdicts = [_verdict(ranks, model, resolved, sequence_parallel) for sequence_parallel in (False, True)]
     calls, hf_calls = _calls(resolved), hf_collectives(inventory)
@@ -207,13 +210,15 @@ def main() -> None:
     logging.getLogger("torch").setLevel(logging.ERROR)
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", action="append", help="one type of model; may be repeated")
+    parser.add_argument("--half", type=int, choices=(0, 1), help="every other type alone, for two runs side by side")
     parser.add_argument("--record", type=Path, help="a file for the rows, one JSON object a line; rows there are kept")
     parser.add_argument("--write", action="store_true", help="write docs/coverage.md")
     arguments = parser.parse_args()
     known = {}
     if arguments.record and arguments.record.exists():
         known = {row["type"]: Row(**row) for row in map(json.loads, arguments.record.read_text().splitlines())}
-    for name in arguments.only or types():
+    chosen = types() if arguments.half is None else types()[arguments.half :: 2]
+    for name in arguments.only or chosen:
         if name in known and not arguments.only:
             continue
         (known[name],) = sweep([name])

@@ -159,7 +159,7 @@ def take_inventory(model: nn.Module) -> Inventory:
         embedding=fqns.get(id(_call(model, "get_input_embeddings"))),
         head=fqns.get(id(_call(model, "get_output_embeddings"))),
         attention=getattr(config, "_attn_implementation", None),
-        sliding_window=bool(getattr(_text_config(config), "sliding_window", None)),
+        sliding_window=bool(_field(_text_config(config), "sliding_window")),
         own_forward=not unwrap(innermost.forward).__module__.startswith("transformers."),
         sizes=_whole_numbers(_text_config(config)),
         tp_plan=tuple((getattr(model, "tp_plan", None) or {}).items()),
@@ -202,6 +202,14 @@ def _whole_numbers(of: object) -> tuple[tuple[str, int], ...]:
     own = {name: value for name, value in getattr(of, "__dict__", {}).items() if type(value) is int}
     aliases: dict[str, str] = getattr(of, "attribute_map", {})
     return tuple({**own, **{alias: own[name] for alias, name in aliases.items() if name in own}}.items())
+
+
+def _field(config: Any, name: str) -> Any:
+    """A field of a config; None where it has none, or has another one for each layer."""
+    try:
+        return getattr(config, name, None)
+    except Exception:  # noqa: BLE001 - transformers' heterogeneous configs raise their own kind where layers differ
+        return None
 
 
 _OTHER_HEADS = ("classifier_", "summary_")
@@ -278,10 +286,10 @@ def _head_info(module: Any) -> HeadInfo | None:
     So do Mamba-2 mixers, whose decay ``A_log`` tells them apart: their heads are others.
     """
     config, head_dim = getattr(module, "config", None), getattr(module, "head_dim", None)
-    heads = getattr(config, "num_attention_heads", None)
+    heads = _field(config, "num_attention_heads")
     if not isinstance(head_dim, int) or not isinstance(heads, int) or hasattr(module, "A_log"):
         return None
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    kv_heads = _field(config, "num_key_value_heads") or heads
     numbers = {f"{prefix}{n}": v for prefix, of in (("", module), ("config.", config)) for n, v in _whole_numbers(of)}
     counts = {name for name, value in numbers.items() if value in {heads, kv_heads} - {1}}
     named = {name for name in counts if "head" in name and "dim" not in name and "group" not in name}
