@@ -12,6 +12,7 @@ import tiny_models
 from shardplan import PlanError, check_plan, compile_plan, get_hf_tp_plan
 from shardplan.diagnostics import Location, Severity
 from shardplan.facts import in_situation
+from shardplan.hf.known import KNOWN_WRONG, Wrong
 from shardplan.hf.plan import hf_plan
 from shardplan.hf.styles import HF_STYLES
 from shardplan.inventory import take_inventory
@@ -79,3 +80,18 @@ def test_keys_that_match_nothing_are_one_note() -> None:
         "2 keys of transformers' own plan for LlamaForCausalLM match nothing in it: model.layers.*.mlp.experts and "
         "model.layers.*.mlp.router"
     )
+
+
+@pytest.mark.parametrize(("sequence_parallel", "refused"), [(False, False), (True, True)])
+def test_what_is_known_to_be_wrong_is_refused(
+    monkeypatch: pytest.MonkeyPatch, sequence_parallel: bool, refused: bool
+) -> None:
+    monkeypatch.setitem(KNOWN_WRONG, "LlamaForCausalLM", Wrong("it was put here", on_cut_stream_alone=True))
+    model = tiny_models.build_meta("llama")
+    plan = Plan(HF, Location(HF), over_hf=True)
+    messages = [f.message for f in check_plan([plan], model, "tp=2", sequence_parallel=sequence_parallel)]
+    said = (
+        "transformers' own plan for LlamaForCausalLM, completed, is wrong under sequence parallelism: it was put here"
+    )
+    assert messages == ([said] if refused else [])
+    assert check_plan("llama", model, "tp=2", sequence_parallel=True) == ()

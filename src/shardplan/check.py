@@ -12,6 +12,7 @@ from shardplan.checks.matching import (
     check_architectures,
     check_claims,
     check_dead_rules,
+    check_known_wrong,
     check_rule_ties,
     check_styles,
 )
@@ -29,6 +30,7 @@ from shardplan.diagnostics import Diagnostic
 Check = Callable[[Target], Iterator[Diagnostic]]
 
 CHECKS: tuple[Check, ...] = (
+    check_known_wrong,
     check_styles,
     check_dead_rules,
     check_rule_ties,

@@ -10,6 +10,7 @@ from shardplan.checks.members import left_whole
 from shardplan.checks.names import general, nearest
 from shardplan.checks.target import Target, count, listed, size
 from shardplan.diagnostics import Diagnostic, Severity
+from shardplan.hf.known import KNOWN_WRONG
 from shardplan.inventory import ParameterInfo, ancestors
 from shardplan.load import load_plan
 from shardplan.plan import Recompute, Rule, Unit
@@ -52,6 +53,25 @@ def check_architectures(target: Target) -> Iterator[Diagnostic]:
             subject=", ".join(plan.roots),
             expected=f"`root` names a module: {listed(close or top, 'or')}",
             hint=f"did you mean `root: {close[0]}`?" if close else "correct `root`",
+        )
+
+
+def check_known_wrong(target: Target) -> Iterator[Diagnostic]:
+    """SP106: transformers' own plan for this model is known to come out wrong."""
+    model = target.resolved.inventory.architectures[0]
+    wrong = KNOWN_WRONG.get(model) if target.resolved.plan.over_hf and target.mesh.has_tp else None
+    if wrong is not None and (target.sequence_parallel or not wrong.on_cut_stream_alone):
+        mode = " under sequence parallelism" if wrong.on_cut_stream_alone else ""
+        instead = "turn sequence parallelism off" if wrong.on_cut_stream_alone else "write a plan of your own"
+        yield Diagnostic(
+            "SP106",
+            f"transformers' own plan for {model}, completed, is wrong{mode}: {wrong.reason}",
+            where=target.resolved.plan.where,
+            subject=model,
+            expected="a model for which it is proven (docs/coverage.md)",
+            hint="turn sequence parallelism off"
+            if wrong.on_cut_stream_alone
+            else "write a plan: `plan-compile --init`",
         )
 
 
