@@ -86,7 +86,7 @@ def test_keys_that_match_nothing_are_one_note() -> None:
 def test_what_is_known_to_be_wrong_is_refused(
     monkeypatch: pytest.MonkeyPatch, sequence_parallel: bool, refused: bool
 ) -> None:
-    monkeypatch.setitem(KNOWN_WRONG, "LlamaForCausalLM", Wrong("it was put here", on_cut_stream_alone=True))
+    monkeypatch.setitem(KNOWN_WRONG, "LlamaForCausalLM", Wrong("put here", on_cut_stream_alone=True))
     model = tiny_models.build_meta("llama")
     plan = Plan(HF, Location(HF), over_hf=True)
     messages = [f.message for f in check_plan([plan], model, "tp=2", sequence_parallel=sequence_parallel)]

@@ -69,9 +69,7 @@ def check_known_wrong(target: Target) -> Iterator[Diagnostic]:
             where=target.resolved.plan.where,
             subject=model,
             expected="a model for which it is proven (docs/coverage.md)",
-            hint="turn sequence parallelism off"
-            if wrong.on_cut_stream_alone
-            else "write a plan: `plan-compile --init`",
+            hint=instead,
         )
 
 
