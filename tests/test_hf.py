@@ -90,8 +90,6 @@ def test_what_is_known_to_be_wrong_is_refused(
     model = tiny_models.build_meta("llama")
     plan = Plan(HF, Location(HF), over_hf=True)
     messages = [f.message for f in check_plan([plan], model, "tp=2", sequence_parallel=sequence_parallel)]
-    said = (
-        "transformers' own plan for LlamaForCausalLM, completed, is wrong under sequence parallelism: it was put here"
-    )
+    said = "transformers' own plan for LlamaForCausalLM, completed, is wrong under sequence parallelism: put here"
     assert messages == ([said] if refused else [])
     assert check_plan("llama", model, "tp=2", sequence_parallel=True) == ()
