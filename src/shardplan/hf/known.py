@@ -18,5 +18,9 @@ class Wrong:
 
 KNOWN_WRONG: dict[str, Wrong] = {
     "Gemma3nForCausalLM": Wrong("its layers read weights of their children's children"),
+    "Gemma4ForCausalLM": Wrong(
+        "its logits are off by more than rounding, and its layers take inputs beside the stream"
+    ),
+    "Llama4ForCausalLM": Wrong("its layers scale and mask by positions of the sequence that they see", True),
     "DeepseekV4ForCausalLM": Wrong("its attention shapes activations by the sequence that the layer sees", True),
 }
