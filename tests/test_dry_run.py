@@ -35,6 +35,8 @@ from shardplan.resolve import resolve
 from test_budgets import measured
 from test_communication import TP, sp
 
+pytestmark = pytest.mark.processes  # not quick
+
 LENGTH = 128  # as many positions as the tiny models have
 FLOAT = 4  # bytes
 HIDDEN = 64
