@@ -120,10 +120,10 @@ def _calls(resolved: ResolvedPlan) -> int:
     return sum(1 for _ in compiled.collectives())
 
 
-# Verdicts that say more than rounding explains, looked at one by one.
-REVIEWED = {
-    "glm": "a key bias whose gradient is zero but for rounding, which AdamW makes large",
-    "gemma4_unified_text": "logits off by 1.2 times what counts as rounding",
+# Small departures whose cause nobody has looked into yet: `check` lets these models pass.
+NOT_EXPLAINED = {
+    "glm": "a key bias is off by 1.3e-4 after three AdamW steps; all gradients hold",
+    "gemma4_unified_text": "logits are off by 3.6e-5, 1.2 times what counts as rounding",
 }
 
 # Forward and backward calls of each style of transformers 5.24, standing alone as it does there.
