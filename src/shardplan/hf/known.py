@@ -1,6 +1,7 @@
 """Models for which transformers' own plan, completed, does not compute what the unsharded model does.
 
-Found by tests/sweep.py; each with what was seen there, whose cause is not known yet. `check` refuses them by it: what is known to be wrong is not applied.
+Found by tests/sweep.py; each with what was seen there, whose cause is not known yet. `check` refuses them by it: what
+is known to be wrong is not applied.
 """
 
 from __future__ import annotations
