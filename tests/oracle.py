@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,33 @@ class Seen:
     idle: bool
 
 
+class Watch:
+    """Whether a gradient passes any edge that a rule states: where none does, nothing reads what it converts."""
+
+    def __init__(self, sharded: nn.Module, edges: Iterable[tuple[CompiledModule, str]]) -> None:
+        self.edges = 0
+        self.passed = 0
+        for compiled, side in edges:
+            self.edges += 1
+            module = sharded.get_submodule(compiled.path)
+            if side == "input":
+                module.register_forward_pre_hook(lambda _, args, kwargs: self._follow((args, kwargs)), with_kwargs=True)
+            else:
+                module.register_forward_hook(lambda _, args, output: self._follow(output))
+
+    def _follow(self, tensors: Any) -> None:
+        converted = next((t for t in tree_flatten(tensors)[0] if isinstance(t, torch.Tensor)), None)
+        if converted is not None and converted.requires_grad:
+            converted.register_hook(self._count)
+
+    def _count(self, gradient: torch.Tensor) -> None:
+        self.passed += 1
+
+    @property
+    def useless(self) -> bool:
+        return self.edges > 0 and self.passed == 0
+
+
 def look(mutants: list[Mutant], sequence_parallel: bool) -> list[Seen]:
     """On each rank, one mutant after the other; a mutant that raises on one rank does so on all of them."""
     return [_look(mutant, sequence_parallel) for mutant in mutants]
@@ -123,7 +151,9 @@ def _look(mutant: Mutant, sequence_parallel: bool) -> Seen:
         idle = _idle(resolved, compiled, mutant.written, sequence_parallel)
         sharded = apply(model, compiled, mesh)
         faults = _faults(tiny_models.build(name), sharded, mesh)
-        return Seen(faults[0] if faults else "", _cost(sharded, compiled, mesh), idle)
+        watch = Watch(sharded, _stated(resolved, compiled, mutant.written))
+        cost = _cost(sharded, compiled, mesh)
+        return Seen(faults[0] if faults else "", cost, idle or watch.useless)
     except Exception as error:  # noqa: BLE001 - that it raises is what is to be found out
         return Seen(f"raises {type(error).__name__}: {str(error)[:200]}", None, idle)
 
@@ -144,7 +174,7 @@ def _idle(resolved: ResolvedPlan, compiled: CompiledPlan, written: str, sequence
     So does one that states a layout that is not there and that nothing converts to. A rule that only guards, such as
     ``rotary`` for position tables, is not idle.
     """
-    spoken = [m for m in resolved.modules if m.rule and str(m.rule.pattern) == written]
+    spoken = _spoken(resolved, written)
     claims = {str(p.claim.pattern) for m in resolved.modules for p in m.parameters if p.claim}
     by_fqn = compiled.by_fqn
     if not written:
@@ -155,6 +185,20 @@ def _idle(resolved: ResolvedPlan, compiled: CompiledPlan, written: str, sequence
     works = any(_works(module, by_fqn[module.fqn]) for module in spoken if _holds_parameters(resolved, module))
     works = works or any(module.style and module.style.positions for module in spoken)
     return not works and written not in claims
+
+
+def _spoken(resolved: ResolvedPlan, written: str) -> list[ResolvedModule]:
+    return [m for m in resolved.modules if m.rule and str(m.rule.pattern) == written]
+
+
+def _stated(resolved: ResolvedPlan, compiled: CompiledPlan, written: str) -> Iterator[tuple[CompiledModule, str]]:
+    """The edges that a rule states and that convert something, each with its module."""
+    for module in _spoken(resolved, written):
+        lowered = compiled.by_fqn[module.fqn]
+        for side in SIDES:
+            edge = getattr(lowered, side)
+            if getattr(module.rule, side) and edge and edge.in_mode(compiled.sequence_parallel):
+                yield lowered, side
 
 
 SIDES = ("input", "output")

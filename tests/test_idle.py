@@ -58,6 +58,13 @@ def test_an_edge_before_an_embedding_is_never_run(tmp_path: Path) -> None:
     assert codes(said(tmp_path, rules)) == [("SP110", Severity.WARNING)]
 
 
+@pytest.mark.parametrize("edge", ["replicate -> stream", "replicate -> shard(-1)", "stream -> replicate"])
+def test_an_edge_before_position_tables_is_never_run(tmp_path: Path, edge: str) -> None:
+    found = said(tmp_path, f"rules:\n  .rotary_emb: {{style: rotary, input: {edge}}}\n")
+    assert codes(found) == [("SP110", Severity.WARNING)]
+    assert "takes an activation for its dtype and device alone" in found[0].message
+
+
 def test_an_embedding_left_whole_is_said_with_its_bytes(tmp_path: Path) -> None:
     (found,) = said(tmp_path, "rules: {.embed_tokens: null}\n")
     assert (found.code, found.severity) == ("SP211", Severity.NOTE)

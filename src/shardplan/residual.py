@@ -96,10 +96,19 @@ def output_conversion(module: ResolvedModule) -> Conversion | None:
 def _conversion(module: ResolvedModule, side: str) -> Conversion | None:
     if module.rule is None or module.style is None:
         return None
-    if side == "input" and module.info.kind is Kind.EMBEDDING:
-        return None  # ids are not an activation
+    if side == "input" and takes_no_activation(module):
+        return None
     own: Conversion | None = getattr(module.style, side) if module.block is None else None
     return module.stated[side] or own
+
+
+def takes_no_activation(module: ResolvedModule) -> str:
+    """What a module takes where that is no activation, and an edge at its input converts nothing; else ""."""
+    if module.info.kind is Kind.EMBEDDING:
+        return "takes ids"
+    if module.style is not None and module.style.positions:
+        return "takes an activation for its dtype and device alone"
+    return ""
 
 
 def _turns(conversion: Conversion | None, source: Layout, target: Layout) -> bool:

@@ -10,7 +10,7 @@ from shardplan.diagnostics import Diagnostic, Severity
 from shardplan.edges import UnsupportedConversionError, lower_edge
 from shardplan.layouts import REPLICATE, STREAM
 from shardplan.plan import Rule
-from shardplan.residual import input_conversion, output_conversion
+from shardplan.residual import input_conversion, output_conversion, takes_no_activation
 from shardplan.resolve import Matched, ResolvedModule
 from shardplan.styles import Kind, Split
 
@@ -67,13 +67,13 @@ def _in_parts(module: ResolvedModule) -> bool:
 
 
 def check_ignored_edges(target: Target) -> Iterator[Diagnostic]:
-    """SP110: an embedding takes ids, which are no activation: an edge at its input is never run."""
+    """SP110: an edge is never run at the input of an embedding or of position tables, which is no activation."""
     for module in target.resolved.modules:
-        rule = module.rule
-        if module.info.kind is Kind.EMBEDDING and rule is not None and rule.input is not None:
+        rule, takes = module.rule, takes_no_activation(module)
+        if takes and rule is not None and rule.input is not None:
             yield Diagnostic(
                 "SP110",
-                f"{general(module.fqn)} takes ids: input {rule.input} does nothing",
+                f"{general(module.fqn)} {takes}: input {rule.input} does nothing",
                 where=rule.where,
                 subject=general(module.fqn),
                 expected="edges where activations pass",
