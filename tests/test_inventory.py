@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
-from shardplan.inventory import HeadInfo, ancestors, take_inventory
+from shardplan.attention import HeadInfo
+from shardplan.inventory import ancestors, take_inventory
 from shardplan.styles import Kind
 from tiny_models import SIZES, build, build_meta
 
@@ -60,3 +62,20 @@ def test_a_model_without_a_config_has_no_heads_and_no_ends() -> None:
 def test_ancestors_go_up_to_the_model() -> None:
     assert list(ancestors("a.b.c")) == ["a.b", "a", ""]
     assert list(ancestors("")) == []
+
+
+class Attention(nn.Module):
+    def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.config, self.layer_idx, self.head_dim = config, layer_idx, 8
+
+
+def test_layers_that_differ_have_heads_of_their_own() -> None:
+    different = {1: {"num_attention_heads": 16, "num_key_value_heads": 4, "sliding_window": 32}}
+    config = PreTrainedConfig(**SIZES, sliding_window=None, per_layer_config=different)
+    model = nn.ModuleList(Attention(config, index) for index in range(2))
+    model.config = config
+    inventory = take_inventory(model)
+    assert [module.attention for module in inventory.modules[1:]] == [HeadInfo(8, 4, 8), HeadInfo(16, 4, 8)]
+    assert "num_attention_heads" not in dict(inventory.sizes)
+    assert inventory.sliding_window

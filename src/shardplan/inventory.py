@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, cached_property
-from inspect import getsource, isfunction, unwrap
+from functools import cached_property
+from inspect import unwrap
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from shardplan.attention import HeadInfo, head_info
+from shardplan.class_source import interleaves, reads_children
+from shardplan.configuration import dropout, slides, text_config, whole_numbers
 from shardplan.styles import Kind
 
 if TYPE_CHECKING:
@@ -35,20 +36,6 @@ class ParameterInfo:
     @property
     def numel(self) -> int:
         return prod(self.shape)
-
-
-@dataclass(frozen=True, slots=True)
-class HeadInfo:
-    """How an attention module divides its width: ``heads`` query and ``kv_heads`` key-value heads of ``head_dim``.
-
-    ``hard_coded`` names attributes that hold a number of heads, or of all their features, and that its methods use: on
-    a rank with fewer heads they are wrong.
-    """
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    hard_coded: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,12 +146,12 @@ def take_inventory(model: nn.Module) -> Inventory:
         embedding=fqns.get(id(_call(model, "get_input_embeddings"))),
         head=fqns.get(id(_call(model, "get_output_embeddings"))),
         attention=getattr(config, "_attn_implementation", None),
-        sliding_window=bool(_field(_text_config(config), "sliding_window")),
+        sliding_window=slides(text_config(config)),
         own_forward=not unwrap(innermost.forward).__module__.startswith("transformers."),
-        sizes=_whole_numbers(_text_config(config)),
+        sizes=whole_numbers(text_config(config)),
         tp_plan=tuple((getattr(model, "tp_plan", None) or {}).items()),
         fsdp_plan=tuple((getattr(model, "fsdp_plan", None) or {}).items()),
-        dropout=_dropout(_text_config(config)),
+        dropout=dropout(text_config(config)),
     )
 
 
@@ -190,39 +177,6 @@ def _own_tokens(path: str, adapted: set[str]) -> Iterator[str]:
         of_peft = (whole_model and number < 2) or (token == "base_layer" and ".".join(tokens[:number]) in adapted)
         if token not in WRAPPER_TOKENS and not of_peft:
             yield token
-
-
-def _text_config(config: Any) -> Any:
-    """The config of the language model inside a multimodal one."""
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
-def _whole_numbers(of: object) -> tuple[tuple[str, int], ...]:
-    """By attribute; a config's also by the names that transformers gives them in all configs."""
-    own = {name: value for name, value in getattr(of, "__dict__", {}).items() if type(value) is int}
-    aliases: dict[str, str] = getattr(of, "attribute_map", {})
-    return tuple({**own, **{alias: own[name] for alias, name in aliases.items() if name in own}}.items())
-
-
-def _field(config: Any, name: str) -> Any:
-    """A field of a config; None where it has none, or has another one for each layer."""
-    try:
-        return getattr(config, name, None)
-    except Exception:  # noqa: BLE001 - transformers' heterogeneous configs raise their own kind where layers differ
-        return None
-
-
-_OTHER_HEADS = ("classifier_", "summary_")
-
-
-def _dropout(config: Any) -> tuple[tuple[str, float], ...]:
-    """transformers' configs name probabilities ``attention_dropout``, ``resid_pdrop`` and the like.
-
-    Those of heads for other tasks stand in the same config.
-    """
-    named = vars(config).items() if config is not None else ()
-    of_model = ((name, value) for name, value in named if "drop" in name and not name.startswith(_OTHER_HEADS))
-    return tuple((name, value) for name, value in of_model if isinstance(value, float) and value > 0)
 
 
 def ancestors(fqn: str) -> Iterator[str]:
@@ -251,10 +205,10 @@ def _module_info(fqn: str, outermost: str, path: str, module: nn.Module, nn: Any
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
         ),
         container=isinstance(module, nn.ModuleList | nn.ModuleDict),
-        sizes=_whole_numbers(module),
-        attention=_head_info(module),
+        sizes=whole_numbers(module),
+        attention=head_info(module),
         reads_children=_reads_own_children(module),
-        interleaves=_reads_heads_of_three(module),
+        interleaves=_lies_head_by_head(module),
     )
 
 
@@ -273,69 +227,11 @@ _CONV1D = "transformers.pytorch_utils"  # by name: nothing here imports transfor
 def _reads_own_children(module: Any) -> bool:
     """Not of a model or a decoder, which run long, and whose children FSDP2 looks at meanwhile."""
     holds_lists = any(hasattr(child, "__len__") for child in module.children())
-    return not holds_lists and not hasattr(module, "get_input_embeddings") and _reads_children(module.__class__)
+    return not holds_lists and not hasattr(module, "get_input_embeddings") and reads_children(module.__class__)
 
 
-def _reads_heads_of_three(module: Any) -> bool:
-    return _interleaves(module.__class__)
-
-
-def _head_info(module: Any) -> HeadInfo | None:
-    """transformers' attention modules carry their config and ``head_dim``; a module without either has no heads.
-
-    So do Mamba-2 mixers, whose decay ``A_log`` tells them apart: their heads are others.
-    """
-    config, head_dim = getattr(module, "config", None), getattr(module, "head_dim", None)
-    heads = _field(config, "num_attention_heads")
-    if not isinstance(head_dim, int) or not isinstance(heads, int) or hasattr(module, "A_log"):
-        return None
-    kv_heads = _field(config, "num_key_value_heads") or heads
-    numbers = {f"{prefix}{n}": v for prefix, of in (("", module), ("config.", config)) for n, v in _whole_numbers(of)}
-    counts = {name for name, value in numbers.items() if value in {heads, kv_heads} - {1}}
-    named = {name for name in counts if "head" in name and "dim" not in name and "group" not in name}
-    widths = {heads * head_dim, kv_heads * head_dim}
-    split = {name for name in _splits_by(module.__class__) if numbers.get(name) in widths}
-    hard_coded = (named & _used_by_methods(module.__class__)) | split
-    return HeadInfo(heads, kv_heads, head_dim, tuple(sorted(hard_coded)))
-
-
-@cache
-def _used_by_methods(cls: type) -> frozenset[str]:
-    """Attributes of ``self`` that a class's methods use, ``config.`` before those of its config."""
-    return frozenset(found for source in _sources(cls) for found in re.findall(r"\bself\.((?:config\.)?\w+)", source))
-
-
-@cache
-def _splits_by(cls: type) -> frozenset[str]:
-    """Attributes of ``self`` by which a class's methods split an activation."""
-    return frozenset(name for source in _sources(cls) for name in re.findall(r"\.split\(\s*self\.(\w+)", source))
-
-
-@cache
-def _interleaves(cls: type) -> bool:
-    """Whether a class's methods view a projection as heads of three: ``3 * head_size``, ``num_heads, 3, head_dim``."""
-    form = re.compile(r"3 \* self\.head_(?:size|dim)|num_heads, 3,")
-    return any(form.search(source) for source in _sources(cls))
-
-
-@cache
-def _reads_children(cls: type) -> bool:
-    """Whether a class's methods use ``self.child.weight`` or a child's bias."""
-    return any(re.search(r"\bself\.\w+\.(weight|bias)\b", source) for source in _sources(cls))
-
-
-@cache
-def _sources(cls: type) -> tuple[str, ...]:
-    """Of a class's methods, ``__init__`` aside; as far as they are there: a class typed at a prompt has none."""
-    found = []
-    for owner in cls.__mro__:
-        if owner.__module__.startswith("torch.") or owner is object:
-            continue
-        for name, method in vars(owner).items():
-            if isfunction(method) and name != "__init__":
-                with suppress(OSError):
-                    found.append(getsource(unwrap(method)))
-    return tuple(found)
+def _lies_head_by_head(module: Any) -> bool:
+    return interleaves(module.__class__)
 
 
 def _call(model: nn.Module, accessor: str) -> nn.Module | None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardplan.adapters import has_adapters
+from shardplan.attention import HeadInfo
 from shardplan.edges import Collective, Edge, Part
-from shardplan.inventory import HeadInfo, ancestors
+from shardplan.inventory import ancestors
 from shardplan.layouts import Conversion, shard
 from shardplan.resolve import ResolvedModule, ResolvedPlan
 from shardplan.sections import UnknownSizeError, section_lengths

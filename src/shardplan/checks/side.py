@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from shardplan.attention import HeadInfo
 from shardplan.checks.groups import Group
 from shardplan.checks.names import general
 from shardplan.checks.packed import known_lengths
 from shardplan.checks.target import Target, listed
 from shardplan.diagnostics import Diagnostic
-from shardplan.inventory import HeadInfo, ParameterInfo
+from shardplan.inventory import ParameterInfo
 from shardplan.resolve import ResolvedModule, ResolvedParameter
 from shardplan.styles import Kind, Split
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
+from shardplan.attention import HeadInfo
 from shardplan.checks.groups import FEATURES
 from shardplan.checks.names import general, last, with_article
 from shardplan.checks.packed import check_local_sizes, known_lengths
 from shardplan.checks.target import Target, listed
 from shardplan.diagnostics import Diagnostic, Location, Severity
-from shardplan.inventory import HeadInfo, ancestors
+from shardplan.inventory import ancestors
 from shardplan.kv_heads import replicas
 from shardplan.lower import split_dim
 from shardplan.mesh import TP, MeshSpec
@@ -30,7 +31,7 @@ def check_heads(target: Target) -> Iterator[Diagnostic]:
             "SP201",
             f"tp={target.mesh.tp} does not divide the heads of {name}: {heads.heads} heads, {heads.kv_heads} KV heads, "
             f"head_dim {heads.head_dim}",
-            where=_where(target, module),
+            where=target.where(module.rule),
             subject=name,
             expected=legal.expected(module, heads),
             hint="choose one of these degrees",
@@ -48,7 +49,7 @@ def check_shared_heads(target: Target) -> Iterator[Diagnostic]:
                 "SP215",
                 f"KV heads replicated x{shared.ranks} in {general(fqn)}, which has {kv_heads} for tp={tp}; "
                 f"{listed(names)} {'stay' if len(names) > 1 else 'stays'} cut over all ranks",
-                where=_where(target, module),
+                where=target.where(module.rule),
                 subject=general(fqn),
                 expected=f"at no cost: a tp up to {kv_heads}",
                 hint=f"it costs an all-gather of their outputs among {shared.ranks} neighbours in the forward, a "
@@ -71,7 +72,7 @@ def check_head_counts(target: Target) -> Iterator[Diagnostic]:
                 "SP210",
                 f"{name}, {with_article(module.info.class_name)}, shapes its activations by {attributes}, "
                 f"which counts what all {heads.heads} heads have",
-                where=_where(target, module),
+                where=target.where(module.rule),
                 subject=name,
                 expected="attention that takes the number of heads from its activations, or local sizes",
                 hint=f"have each rank read its share: `local_sizes: [{', '.join((*local, *counted))}]` in the rule for "
@@ -87,10 +88,6 @@ def _packs_plainly(target: Target, module: ResolvedModule) -> bool:
     """Whether the only projection inside is a packed one without sections, which is reported as such."""
     projections = [m for m in target.resolved.modules if next(ancestors(m.fqn), None) == module.fqn and _cuts_output(m)]
     return len(projections) < 2 and not any(m.style and m.style.sections for m in projections)
-
-
-def _where(target: Target, module: ResolvedModule) -> Location:
-    return module.rule.where if module.rule else target.resolved.plan.where
 
 
 def _torn(target: Target) -> list[ResolvedModule]:

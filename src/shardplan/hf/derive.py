@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from shardplan.checks.names import general
 from shardplan.hf.infer import infer, is_mamba2
+from shardplan.hf.structure import Structure, is_norm, language_model, owns_parameters, tower_layers
 from shardplan.hf.styles import HF_STYLES, Meaning
 from shardplan.inventory import Inventory, ModuleInfo, ParameterInfo, ancestors
 from shardplan.layouts import REPLICATE, STREAM, Conversion, shard
@@ -57,22 +57,17 @@ def derive(inventory: Inventory, plan: Mapping[str, str], fsdp_plan: Mapping[str
     names = {name: general(name) for name in (*inventory.by_fqn, *(p.fqn for p in inventory.parameters))}
     keys = set(names.values())
     known = {key: HF_STYLES[style].meaning for key, style in plan.items() if style in HF_STYLES and key in keys}
-    base = _language_model(inventory)
+    base = language_model(inventory)
     meant = {name: known[key] for name, key in names.items() if key in known and name.startswith(base)}
-    derivation = _Derivation(inventory, {**infer(inventory, meant), **meant}, frozenset(meant))
+    structure = Structure(inventory, {**infer(inventory, meant), **meant})
+    derivation = _Derivation(structure, frozenset(meant))
     derivation.run()
     return Derived(
         treatments=derivation.treatments,
-        units=_units(fsdp_plan, derivation),
+        units=_units(fsdp_plan, structure),
         dead=tuple(key for key in plan if key not in keys),
         unknown={key: style for key, style in plan.items() if style not in HF_STYLES},
     )
-
-
-def _language_model(inventory: Inventory) -> str:
-    """What names of the language model start with: the rest of a model that sees or hears stays whole over tp."""
-    around = next(ancestors(inventory.embedding), "") if inventory.embedding else ""
-    return f"{around}." if around else ""
 
 
 @dataclass
@@ -80,66 +75,31 @@ class _Derivation:
     """Decides part by part; what is decided first stays.
 
     Attributes:
-        meant: what is to be done to modules and parameters; ``said`` are those that transformers' own plan names.
+        structure: where the model's parts stand.
+        said: the names that transformers' own plan speaks of.
     """
 
-    inventory: Inventory
-    meant: Mapping[str, Meaning]
+    structure: Structure
     said: frozenset[str]
     treatments: dict[str, Treatment] = field(default_factory=dict)
 
+    @property
+    def inventory(self) -> Inventory:
+        return self.structure.inventory
+
+    @property
+    def meant(self) -> Mapping[str, Meaning]:
+        return self.structure.meant
+
     def run(self) -> None:
         self._ends()
-        for child in self._children_of_layers:
+        for child in self.structure.children_of_layers:
             self._child(child)
         self._stream()
         self._rest()
 
     def _say(self, name: str, treatment: Treatment) -> None:
         self.treatments.setdefault(name, treatment)
-
-    # ------------------------------------------------ where things stand
-
-    @cached_property
-    def _lists(self) -> tuple[str, ...]:
-        """The lists of decoder layers: the outermost ones around what transformers' plan cuts."""
-        found: dict[str, None] = {}
-        for name, meaning in self.meant.items():
-            if meaning in (Meaning.CUT_OUTPUT, Meaning.CUT_INPUT, Meaning.GATHERED_OUTPUT, Meaning.EXPERTS):
-                around = [fqn for fqn in ancestors(name) if self.inventory.by_fqn[fqn].container]
-                found |= dict.fromkeys(around[-1:])
-        return tuple(found)
-
-    @cached_property
-    def layers(self) -> tuple[str, ...]:
-        return tuple(
-            m.fqn for m in self.inventory.modules if m.fqn and next(ancestors(m.fqn)) in self._lists and not m.container
-        )
-
-    @cached_property
-    def _children_of_layers(self) -> tuple[ModuleInfo, ...]:
-        """What a layer consists of, and the members of lists among that."""
-        found = []
-        for module in self.inventory.modules:
-            around = [fqn for fqn in ancestors(module.fqn) if not self.inventory.by_fqn[fqn].container]
-            if module.fqn and not module.container and around[0] in self.layers:
-                found.append(module)
-        return tuple(found)
-
-    @cached_property
-    def _beside_layers(self) -> frozenset[str]:
-        around = {next(ancestors(layers), "") for layers in self._lists}
-        return frozenset(m.fqn for m in self.inventory.modules if m.fqn and next(ancestors(m.fqn)) in around)
-
-    def _below(self, fqn: str) -> tuple[ModuleInfo, ...]:
-        prefix = f"{fqn}."
-        return tuple(module for module in self.inventory.modules if module.fqn.startswith(prefix))
-
-    def _meanings(self, fqn: str) -> set[Meaning]:
-        """Of a module and everything below it."""
-        return {meaning for name, meaning in self.meant.items() if f"{name}.".startswith(f"{fqn}.")}
-
-    # ------------------------------------------------ decisions
 
     def _ends(self) -> None:
         """The table of words, cut over them, and the head, which hands its logits on as they are."""
@@ -153,7 +113,7 @@ class _Derivation:
 
     def _child(self, child: ModuleInfo) -> None:
         """A norm, attention, an MLP: one of the modules that a decoder layer runs."""
-        meanings = self._meanings(child.fqn)
+        meanings = self.structure.meanings(child.fqn)
         if is_mamba2(self.inventory, child):
             self._say(child.fqn, Treatment("mamba2"))
         elif Meaning.CUT_INPUT in meanings and meanings & {
@@ -162,12 +122,12 @@ class _Derivation:
             Meaning.PACKED_LAST,
         }:
             self._block(child)
-        elif _owns_parameters(self.inventory, child.fqn):
+        elif owns_parameters(self.inventory, child.fqn):
             self._outside_blocks(child)
 
     def _block(self, block: ModuleInfo) -> None:
         self._say(block.fqn, Treatment("block", local_sizes=block.attention.hard_coded if block.attention else ()))
-        for module in (block, *self._below(block.fqn)):
+        for module in (block, *self.structure.below(block.fqn)):
             for parameter in module.parameters:
                 self._parameter_in_block(module, parameter)
             if module.fqn in self.meant and module is not block:
@@ -222,52 +182,33 @@ class _Derivation:
 
     def _outside_blocks(self, child: ModuleInfo) -> None:
         """Norms run on the cut stream; whatever else may mix tokens, and gathers them for itself."""
-        gathers = {
-            name: {Meaning.GATHERED_OUTPUT: "colwise_gather_output", Meaning.SCATTERED_INPUT: "rowwise_split_input"}[
-                meaning
-            ]
-            for name, meaning in self.meant.items()
-            if f"{name}.".startswith(f"{child.fqn}.") and meaning in (Meaning.GATHERED_OUTPUT, Meaning.SCATTERED_INPUT)
-        }
+        below = {name: meant for name, meant in self.meant.items() if f"{name}.".startswith(f"{child.fqn}.")}
+        gathers = {name: _CONVERT_ALONE[meant] for name, meant in below.items() if meant in _CONVERT_ALONE}
         for name, style in gathers.items():
             self._say(name, Treatment(style, source=general(name)))
-        if _is_norm(self.inventory, child):
+        if is_norm(self.inventory, child):
             self._say(child.fqn, Treatment("sequence_parallel"))
         elif child.fqn not in gathers:
             self._say(child.fqn, Treatment("replicate", input=GATHERED, output=SCATTERED))
 
     def _stream(self) -> None:
         """Cut before the first layer, gathered by the norm behind the last: where there is one list and one norm."""
-        norm = self._final_norm()
-        if len(self._lists) == 1 and norm is not None:
-            first = self.layers[0]
+        norm = self.structure.final_norm
+        if len(self.structure.lists) == 1 and norm is not None:
+            first = self.structure.layers[0]
             self._say(first, Treatment(None, input=SCATTERED))
             self._say(norm, Treatment("sequence_parallel", output=GATHERED))
-
-    def _final_norm(self) -> str | None:
-        """The last norm among the siblings of the layers."""
-        if not self._lists:
-            return None
-        around = next(ancestors(self._lists[0]), "")
-        siblings = [m for m in self.inventory.modules if m.fqn and next(ancestors(m.fqn)) == around]
-        norms = [m.fqn for m in siblings if not m.container and _is_norm(self.inventory, m)]
-        behind = [fqn for fqn in norms if self._order[fqn] > self._order[self._lists[0]]]
-        return behind[0] if behind else norms[-1] if norms else None
-
-    @cached_property
-    def _order(self) -> dict[str, int]:
-        return {module.fqn: number for number, module in enumerate(self.inventory.modules)}
 
     def _rest(self) -> None:
         """What stands beside all that: position tables, projections, towers, parameters of the layers themselves."""
         for module in self.inventory.modules:
-            if "Rotary" in module.class_name and not module.parameters and module.fqn in self._beside_layers:
+            if "Rotary" in module.class_name and not module.parameters and module.fqn in self.structure.beside_layers:
                 self._say(module.fqn, Treatment("rotary"))
             if not module.parameters or self._decided(module.fqn):
                 continue
-            inside = any(layer in (module.fqn, *ancestors(module.fqn)) for layer in self.layers)
+            inside = any(layer in (module.fqn, *ancestors(module.fqn)) for layer in self.structure.layers)
             style = "sequence_parallel" if inside else "replicate"
-            if module.fqn in self.treatments or module.fqn in self.layers:
+            if module.fqn in self.treatments or module.fqn in self.structure.layers:
                 for parameter in module.parameters:
                     self._say(parameter.fqn, Treatment(style))
             elif not all(parameter.fqn in self.treatments for parameter in module.parameters):
@@ -283,42 +224,18 @@ class _Derivation:
 
 
 _PARTIAL = Treatment("replicated_with_grad_allreduce")
+_CONVERT_ALONE = {Meaning.GATHERED_OUTPUT: "colwise_gather_output", Meaning.SCATTERED_INPUT: "rowwise_split_input"}
 _EDGES_ALONE = (None, "block")
-_PRODUCERS = {Meaning.CUT_OUTPUT, Meaning.PACKED_OUTPUT, Meaning.PACKED_LAST}
-_GATHERS = {Meaning.GATHERED_OUTPUT: "colwise_gather_output", Meaning.SCATTERED_INPUT: "rowwise_split_input"}
 _REACHING_DOWN = ("replicate", "sequence_parallel", "replicated_with_grad_allreduce", "mamba2")
-
-
-def _owns_parameters(inventory: Inventory, fqn: str) -> bool:
-    return any(p.fqn.startswith(f"{fqn}.") for p in inventory.parameters)
-
-
-def _is_norm(inventory: Inventory, module: ModuleInfo) -> bool:
-    """Vectors alone, and nothing below that has parameters."""
-    below = any(p.fqn.startswith(f"{module.fqn}.") for m in inventory.modules if m is not module for p in m.parameters)
-    own = module.parameters
-    return bool(own) and not below and all(len(p.shape) <= 1 for p in own)
 
 
 def _halves(length: int) -> tuple[Section, ...]:
     return Section("gate", str(length // 2)), Section("up", str(length // 2))
 
 
-def _units(fsdp_plan: Mapping[str, str], derivation: _Derivation) -> dict[str, bool | None]:
+def _units(fsdp_plan: Mapping[str, str], structure: Structure) -> dict[str, bool | None]:
     """The layers of the language model and of towers; where transformers keeps them gathered so do we."""
     known = {key: HF_STYLES[style].meaning for key, style in fsdp_plan.items() if style in HF_STYLES}
     kept = {key for key, meaning in known.items() if meaning is Meaning.UNITS_KEPT}
-    units = (*derivation.layers, *_tower_layers(derivation)) if derivation.layers else ()
+    units = (*structure.layers, *tower_layers(structure.inventory)) if structure.layers else ()
     return {fqn: False if general(fqn) in kept else None for fqn in units}
-
-
-def _tower_layers(derivation: _Derivation) -> tuple[str, ...]:
-    """Members of the outermost lists beside the language model, where they have parameters."""
-    inventory, base = derivation.inventory, _language_model(derivation.inventory)
-    found = []
-    for module in inventory.modules:
-        around = [fqn for fqn in ancestors(module.fqn) if inventory.by_fqn[fqn].container]
-        in_list = bool(module.fqn) and len(around) == 1 and next(ancestors(module.fqn)) == around[0]
-        if in_list and not module.fqn.startswith(base or " ") and base and _owns_parameters(inventory, module.fqn):
-            found.append(module.fqn)
-    return tuple(found)

@@ -17,9 +17,10 @@ class Recomputes:
     """Mixin in front of a module's class: its ``forward`` keeps its inputs only and runs again in the backward."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        forward = super().forward  # type: ignore[misc]  # a mixin: nn.Module is behind it
         if not torch.is_grad_enabled():
-            return super().forward(*args, **kwargs)  # type: ignore[misc]  # a mixin: nn.Module is behind it
-        return checkpoint(super().forward, *args, use_reentrant=False, **_without_cache(kwargs))  # type: ignore[misc]
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **_without_cache(kwargs))
 
 
 def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:

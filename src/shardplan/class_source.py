@@ -1,0 +1,47 @@
+"""What the methods of a class do, read from their source: a module tells its sizes, but not how it uses them."""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from functools import cache
+from inspect import getsource, isfunction, unwrap
+
+
+@cache
+def used_by_methods(cls: type) -> frozenset[str]:
+    """Attributes of ``self`` that a class's methods use, ``config.`` before those of its config."""
+    return frozenset(found for source in _sources(cls) for found in re.findall(r"\bself\.((?:config\.)?\w+)", source))
+
+
+@cache
+def splits_by(cls: type) -> frozenset[str]:
+    """Attributes of ``self`` by which a class's methods split an activation."""
+    return frozenset(name for source in _sources(cls) for name in re.findall(r"\.split\(\s*self\.(\w+)", source))
+
+
+@cache
+def interleaves(cls: type) -> bool:
+    """Whether a class's methods view a projection as heads of three: ``3 * head_size``, ``num_heads, 3, head_dim``."""
+    form = re.compile(r"3 \* self\.head_(?:size|dim)|num_heads, 3,")
+    return any(form.search(source) for source in _sources(cls))
+
+
+@cache
+def reads_children(cls: type) -> bool:
+    """Whether a class's methods use ``self.child.weight`` or a child's bias."""
+    return any(re.search(r"\bself\.\w+\.(weight|bias)\b", source) for source in _sources(cls))
+
+
+@cache
+def _sources(cls: type) -> tuple[str, ...]:
+    """Of a class's methods, ``__init__`` aside; as far as they are there: a class typed at a prompt has none."""
+    found = []
+    for owner in cls.__mro__:
+        if owner.__module__.startswith("torch.") or owner is object:
+            continue
+        for name, method in vars(owner).items():
+            if isfunction(method) and name != "__init__":
+                with suppress(OSError):
+                    found.append(getsource(unwrap(method)))
+    return tuple(found)
