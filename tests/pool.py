@@ -27,6 +27,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from shardplan import _compat
+
 SIZE = 4
 PRELOAD = [
     "torch.distributed.fsdp",
@@ -169,6 +171,7 @@ def _serve(connection: Connection, stacks: str) -> None:
     faulthandler.register(signal.SIGUSR1, file=Path(stacks).open("w"), all_threads=True)  # noqa: SIM115
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host name that does not resolve costs seconds
+    _compat.dtensor_caches()  # before they are out of the collector's sight
     gc.collect()
     gc.freeze()  # what was imported stays: collecting after a job looks at the job's objects only
     while True:
@@ -188,22 +191,12 @@ def _perform(job: bytes) -> bytes:
     try:
         function, args, rank, world_size, store = pickle.loads(job)
         dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
+        dist.barrier()  # a job that sends nothing would end its group while others still connect to it
         outcome = pickle.dumps(_Outcome(True, function(*args), time.monotonic()))
     except BaseException:  # noqa: BLE001 - whatever a test raises goes back to it; nothing is swallowed
         outcome = pickle.dumps(_Outcome(False, f"raised:\n{traceback.format_exc()}", time.monotonic()))
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-        _forget_meshes()
+        _compat.forget_meshes()
     return outcome
-
-
-def _forget_meshes() -> None:
-    """Drop DTensor's cached placements.
-
-    They are found by equality and hold the mesh of the job that filled them, with its groups' names; a later job's
-    equal mesh may have other names. Private, seen on torch 2.13.
-    """
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-    _clear_sharding_prop_cache()

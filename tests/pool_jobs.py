@@ -59,3 +59,11 @@ def keep_a_mesh_in_a_cycle() -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     cycle: list[object] = [mesh, mesh["tp"]]
     cycle.append(cycle)
+
+
+def fill_the_caches_of_dtensor() -> None:
+    """Which hold the mesh, and with it its groups."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    tensor = distribute_tensor(torch.ones(4, 4), mesh, [Replicate(), Shard(0)])
+    (tensor @ tensor).full_tensor()
+    tensor.redistribute(mesh, [Shard(0), Replicate()])

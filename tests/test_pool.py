@@ -1,6 +1,7 @@
 """The pool of processes: worlds of every size, and failures that say what happened where."""
 
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -9,11 +10,12 @@ import pool_jobs
 from pool import Pool, PoolError
 
 
-def test_groups_end_with_their_job(pool: Pool) -> None:
+@pytest.mark.parametrize("job", [pool_jobs.keep_a_mesh_in_a_cycle, pool_jobs.fill_the_caches_of_dtensor])
+def test_groups_end_with_their_job(pool: Pool, job: Callable[[], None]) -> None:
     """A mesh holds groups, and a group holds threads: none may be left for the jobs that follow."""
     before = pool.run(2, pool_jobs.os_threads)
     for _ in range(5):
-        pool.run(2, pool_jobs.keep_a_mesh_in_a_cycle)
+        pool.run(2, job)
     assert pool.run(2, pool_jobs.os_threads) == before
 
 

@@ -5,8 +5,10 @@ tests/test_compat.py pins the behaviour behind each, so that an upgrade tells us
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -170,7 +172,83 @@ def fsdp_label(text: str) -> str | None:
 
 
 def forget_meshes() -> None:
-    """torch 2.13: DTensor's cached placements hold a mesh and its groups' names; the next equal mesh has others."""
+    """torch 2.13: DTensor's caches hold meshes, by equality, and with them their groups.
+
+    The next equal mesh has groups of other names; and each group of gloo keeps three threads alive.
+    """
+    from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()
+    clear_redistribute_planner_cache()
+    for cached in dtensor_caches():
+        cached.cache_clear()
+
+
+@cache
+def dtensor_caches() -> tuple[Any, ...]:
+    """torch 2.13: the caches among DTensor's functions, some of them in closures; found once, since that takes long."""
+    import torch.distributed.tensor  # noqa: F401 - makes them
+
+    kind = type(cache(lambda: None))
+    objects = (found for found in gc.get_objects() if type(found) is kind)
+    return tuple(found for found in objects if (found.__module__ or "").startswith("torch.distributed.tensor."))
+
+
+# ---------------------------------------------------------------- checkpoints of transformers
+
+
+def convert_for_model(model: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """transformers 5.24: rename and convert a checkpoint's tensors into those of ``model``, as `from_pretrained` does.
+
+    Returns:
+        Its report: missing, unexpected and mismatched keys, and conversions that raised. ``model`` remembers the
+        conversions that were used.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+    from transformers.utils import logging
+
+    conversions: list[Any] = get_model_conversion_mapping(model)
+    config = LoadStateDictConfig(weight_mapping=conversions)
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # one on every rank
+    try:
+        report, _ = convert_and_load_state_dict_in_model(model, tensors, config)
+    finally:
+        if bars:
+            logging.enable_progress_bar()
+    report.missing_keys = set()  # ties are not known to it yet
+    model._adjust_missing_and_unexpected_keys(report)
+    return report
+
+
+def convert_for_checkpoint(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """transformers 5.24: the other direction, as `save_pretrained` does it."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    converted: dict[str, torch.Tensor] = revert_weight_conversion(model, tensors)
+    return converted
+
+
+def keep_conversions(source: Any, target: Any) -> None:
+    """transformers 5.24: ``target`` is saved with the conversions that ``source`` was loaded or is saved with."""
+    conversions = getattr(source, "_weight_conversions", None)
+    if conversions is not None:
+        target._weight_conversions = conversions
+
+
+def compute_unsaved_buffers(model: Any) -> None:
+    """transformers 5.24: have ``model`` compute the buffers that are in no checkpoint, and nothing else.
+
+    Its initialisation passes over what has the attribute ``_is_hf_initialized``.
+    """
+    for module in model.modules():
+        module._is_hf_initialized = not module._non_persistent_buffers_set
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            tensor._is_hf_initialized = True
+        for name in module._non_persistent_buffers_set:
+            if module._buffers[name] is not None:
+                module._buffers[name]._is_hf_initialized = False
+    model.initialize_weights()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from inspect import getsource, isfunction, unwrap
@@ -34,14 +35,32 @@ def reads_children(cls: type) -> bool:
 
 
 @cache
+def methods_reading(cls: type, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Methods beside ``forward`` that compute with attributes ``names`` of ``self``, or with a child's weight or bias.
+
+    Those that set weights want them whole.
+    """
+    own = rf"\bself\.(?:{'|'.join(map(re.escape, names))})\b|" if names else ""
+    form = re.compile(rf"{own}\bself\.\w+\.(?:weight|bias)\b")
+    return tuple(name for name, source in _methods(cls).items() if not name.startswith(_OTHERS) and form.search(source))
+
+
+_OTHERS = ("forward", "reset", "init", "_init", "__", "extra_repr")
+
+
 def _sources(cls: type) -> tuple[str, ...]:
-    """Of a class's methods, ``__init__`` aside; as far as they are there: a class typed at a prompt has none."""
-    found = []
+    return tuple(_methods(cls).values())
+
+
+@cache
+def _methods(cls: type) -> Mapping[str, str]:
+    """Sources of methods by name, ``__init__`` aside; as far as they are there: a class typed at a prompt has none."""
+    found: dict[str, str] = {}
     for owner in cls.__mro__:
         if owner.__module__.startswith("torch.") or owner is object:
             continue
         for name, method in vars(owner).items():
-            if isfunction(method) and name != "__init__":
+            if isfunction(method) and name != "__init__" and name not in found:
                 with suppress(OSError):
-                    found.append(getsource(unwrap(method)))
-    return tuple(found)
+                    found[name] = getsource(unwrap(method))
+    return found

@@ -8,13 +8,14 @@ recomputation calls ``forward`` without the module's hooks and leaves it by an e
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardplan.class_source import methods_reading
 from shardplan.compiled import CompiledModule, CompiledParameter
 from shardplan.parallel.collectives import ScaleGradient, ScaleValue
 from shardplan.parallel.stream import Stream
@@ -26,6 +27,8 @@ Reader = Callable[[Tensor], Tensor]
 class ReadsLocally:
     """Mixin in front of a module's class: ``self.weight`` is local while ``forward`` runs.
 
+    And while other methods do that read weights: Gemma 3n's layers call ``predict`` and ``correct`` of a child.
+
     So are the weights of its direct children, whose forward need not run at all: `torch.nn.MultiheadAttention` and
     fused kernels hand ``self.out_proj.weight`` to a function.
     """
@@ -36,12 +39,15 @@ class ReadsLocally:
     tp_reading = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._compute(super().forward, *args, **kwargs)  # type: ignore[misc]  # a mixin: nn.Module is behind it
+
+    def _compute(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         readers = self._readers()
         before = [reader.tp_reading for reader in readers]
         for reader in readers:
             reader.tp_reading = True
         try:
-            return super().forward(*args, **kwargs)  # type: ignore[misc]  # a mixin: nn.Module is behind it
+            return method(*args, **kwargs)
         finally:
             for reader, was_reading in zip(readers, before, strict=True):
                 reader.tp_reading = was_reading
@@ -118,7 +124,16 @@ def _mixin(module: Any) -> type:
 @cache
 def _local_class(cls: type, mixin: type, names: tuple[str, ...]) -> type:
     properties = {name: property(partial(_read, name)) for name in names}
-    return type(f"Local{cls.__name__}", (mixin, cls), {**properties, "__module__": cls.__module__})
+    methods = {name: _computing(getattr(cls, name)) for name in methods_reading(cls, names)}
+    return type(f"Local{cls.__name__}", (mixin, cls), {**properties, **methods, "__module__": cls.__module__})
+
+
+def _computing(method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def run(module: ReadsLocally, *args: Any, **kwargs: Any) -> Any:
+        return module._compute(partial(method, module), *args, **kwargs)
+
+    return run
 
 
 def _read(name: str, module: Any) -> Any:

@@ -56,7 +56,8 @@ class LocalStyle(ParallelStyle):
             hook = partial(_convert_input, self.stream, self.compiled.input)
             module.register_forward_pre_hook(hook, with_kwargs=True)
         if self.compiled.output is not None:
-            module.register_forward_hook(partial(_convert_output, self.stream, self.compiled.output))
+            hook = partial(_convert_output, self.stream, self.compiled.output)
+            module.register_forward_hook(hook, with_kwargs=True)
         return module
 
     def _place(self, module: nn.Module, name: str, placement: Placement, mesh: DeviceMesh, identity: Identity) -> None:
@@ -100,11 +101,23 @@ def _convert_input(
     return (stream.convert(args[0], edge), *args[1:]), kwargs
 
 
-def _convert_output(stream: Stream, edge: Edge, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+def _convert_output(
+    stream: Stream, edge: Edge, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> Any:
     """Convert the output, or the first element of a tuple of them."""
+    given = kwargs.get("hidden_states", args[0] if args else None)
     if isinstance(output, tuple):
-        return (stream.convert(output[0], edge), *output[1:])
-    return stream.convert(output, edge)
+        return (_convert_by_sequence(stream, edge, given, output[0]), *output[1:])
+    return _convert_by_sequence(stream, edge, given, output)
+
+
+def _convert_by_sequence(stream: Stream, edge: Edge, given: Any, output: Tensor) -> Tensor:
+    """Experts may give all tokens in one dim, where an edge wants the sequence in the second one, as it came in."""
+    if not stream.cut or output.ndim != 2 or not isinstance(given, Tensor) or given.ndim <= 2:
+        return stream.convert(output, edge)
+    if output.shape[0] != given.shape[:-1].numel():
+        return stream.convert(output, edge)
+    return stream.convert(output.view(*given.shape[:-1], output.shape[-1]), edge).flatten(0, -2)
 
 
 def _share_output(ranks: int, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:

@@ -168,6 +168,7 @@ def _outcome(job: bytes, rank: int, size: int, store: str) -> bytes:
 
     try:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+        dist.barrier()  # a function that sends nothing would end its group while others still connect to it
         function, args = pickle.loads(job)
         return pickle.dumps((True, function(*args)))
     except Exception as error:  # noqa: BLE001 - goes back to the caller
