@@ -20,6 +20,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     NemotronHConfig,
     NemotronHForCausalLM,
     Phi3Config,
@@ -126,6 +128,7 @@ OTHERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "phi3": (Phi3ForCausalLM, Phi3Config, PHI3),
     "phi3-mha": (Phi3ForCausalLM, Phi3Config, {**PHI3, "num_key_value_heads": 4}),
     "gpt2": (GPT2LMHeadModel, GPT2Config, {}),
+    "mixtral": (MixtralForCausalLM, MixtralConfig, {"num_local_experts": 4}),
     "nemotron-h": (NemotronHForCausalLM, NemotronHConfig, {}),
     "nemotron-h-biased": (NemotronHForCausalLM, NemotronHConfig, {"use_bias": True, "mlp_bias": True}),
     "nemotron-h-groups-8": (NemotronHForCausalLM, NemotronHConfig, {"n_groups": 8, "mamba_num_heads": 16}),
@@ -135,6 +138,7 @@ PLANS = {
     "qwen2-tied": "qwen2",
     "qwen3": "qwen2",
     "mistral": "llama",
+    "mixtral": "auto",  # transformers' own plan
     "gemma3-vision": "gemma3",
     "nemotron": "nemotron_h",
 }

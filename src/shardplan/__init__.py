@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from shardplan.api import verify_plan as verify_plan
     from shardplan.batches import data_parallel_rank_and_size as data_parallel_rank_and_size
     from shardplan.batches import require_same_batch as require_same_batch
+    from shardplan.checkpoint.load import load_weights as load_weights
+    from shardplan.checkpoint.save import save_weights as save_weights
+    from shardplan.checkpoint.together import CheckpointError as CheckpointError
     from shardplan.diagnostics import Diagnostic as Diagnostic
     from shardplan.diagnostics import PlanError as PlanError
     from shardplan.gradients import clip_grad_by_total_norm_ as clip_grad_by_total_norm_
@@ -40,6 +43,9 @@ _HOMES = {
     "verify_plan": "api",
     "data_parallel_rank_and_size": "batches",
     "require_same_batch": "batches",
+    "load_weights": "checkpoint.load",
+    "save_weights": "checkpoint.save",
+    "CheckpointError": "checkpoint.together",
     "Diagnostic": "diagnostics",
     "PlanError": "diagnostics",
     "clip_grad_by_total_norm_": "gradients",

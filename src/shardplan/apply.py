@@ -36,11 +36,13 @@ class Applied:
         compiled: the plan.
         stream: state of the residual stream; None on a mesh without tp.
         gathered: whether the head gives callers whole logits.
+        device_type: of the mesh.
     """
 
     compiled: CompiledPlan
     stream: Stream | None
     gathered: bool
+    device_type: str
 
 
 def apply(model: nn.Module, compiled: CompiledPlan, mesh: DeviceMesh) -> nn.Module:
@@ -57,7 +59,8 @@ def apply(model: nn.Module, compiled: CompiledPlan, mesh: DeviceMesh) -> nn.Modu
     stream = _shard_over_tp(model, compiled, mesh["tp"]) if compiled.mesh.has_tp else None
     if stream is None:
         _pack(model, compiled)
-    applied = Applied(compiled, stream, gathered=compiled.head is not None and compiled.head.gathered)
+    gathered = compiled.head is not None and compiled.head.gathered
+    applied = Applied(compiled, stream, gathered, mesh.device_type)
     if stream is not None and compiled.head is not None:
         _finish_logits(model, compiled.head, mesh["tp"], applied)
     for fqn in compiled.recompute:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardplan.apply import applied_to
@@ -49,6 +50,9 @@ def stored_tensors(model: nn.Module) -> Iterator[Stored]:
     applied = applied_to(model)
     if applied is None:
         raise ValueError("no plan was applied to this model: call apply_plan first, or state_dict() instead")
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()  # after a forward without a backward it may hold gathered copies
     for compiled in applied.compiled.modules:
         module = applied.compiled.find(model, compiled.fqn)
         for parameter in compiled.parameters:
@@ -122,25 +126,28 @@ def join(parts: tuple[Tensor, ...], dim: int) -> Tensor:
 def _load(entry: Stored, tensor: Tensor) -> None:
     lengths = [part.shape[entry.dim] for part in entry.parts] if len(entry.parts) > 1 else None
     for part, whole in zip(entry.parts, tensor.split(lengths, entry.dim) if lengths else (tensor,), strict=True):
-        if isinstance(part, DTensor):
-            part.to_local().copy_(own_part(whole, part))
-        else:
-            part.copy_(whole)
+        local(part).copy_(whole[own_box(part)])
 
 
-def own_part(whole: Tensor, like: DTensor) -> Tensor:
-    """What this rank holds of ``whole`` laid out as ``like``.
+def own_box(part: Tensor) -> tuple[slice, ...]:
+    """The range along each dim that this rank holds of a tensor; all of one that is no DTensor.
 
-    FSDP2 cuts what tp has cut already, so the axes are taken from the last to the first.
+    FSDP2 cuts what tp has cut already, so the axes are taken from the last to the first. A rank without a row holds an
+    empty range.
     """
-    mesh = like.device_mesh
-    for axis, placement in reversed(list(enumerate(like.placements))):
-        if placement != Replicate():
-            dim: int = placement.dim  # type: ignore[attr-defined]  # Shard's, and that of a strided one
-            chunks = whole.chunk(mesh.size(axis), dim)
-            rank = mesh.get_local_rank(axis)
-            whole = chunks[rank] if rank < len(chunks) else chunks[0].narrow(dim, 0, 0)
-    return whole
+    held = [range(length) for length in part.shape]
+    if isinstance(part, DTensor):
+        for axis, placement in reversed(list(enumerate(part.placements))):
+            if placement != Replicate():
+                dim: int = placement.dim  # type: ignore[attr-defined]  # Shard's, and that of a strided one
+                rank, chunk = part.device_mesh.get_local_rank(axis), -(-len(held[dim]) // part.device_mesh.size(axis))
+                held[dim] = held[dim][rank * chunk : (rank + 1) * chunk]
+    return tuple(slice(along.start, along.stop) for along in held)
+
+
+def local(part: Tensor) -> Tensor:
+    """What this rank holds, as a plain tensor that shares its memory."""
+    return part.to_local() if isinstance(part, DTensor) else part
 
 
 def _refuse(stored: Mapping[str, Stored], given: Mapping[str, tuple[int, ...]]) -> None:

@@ -1,0 +1,1 @@
+"""Weights and training state between files and a sharded model, in both directions."""

@@ -1,0 +1,153 @@
+"""Folders of safetensors: read lazily, and put in their place whole or not at all."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from shardplan.checkpoint.lazy import Box, LazyTensor, Source, lazy
+from shardplan.checkpoint.together import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+ONE_FILE = "model.safetensors"
+# safetensors' names for dtypes, as `PySafeSlice.get_dtype` gives them
+DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,
+    "I32": torch.int32, "U32": torch.uint32, "I64": torch.int64, "U64": torch.uint64, "F16": torch.float16,
+    "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _InFile(Source):
+    """A tensor in a safetensors file; of a range only that range is read."""
+
+    slices: Any
+
+    def read_into(self, box: Box, out: Tensor) -> None:
+        out.copy_(self.slices[box] if box else self.slices[...])
+
+
+def open_weights(folder: Path) -> dict[str, LazyTensor]:
+    """Every tensor of a Hugging Face folder, one file or an index of several, by name; none is read.
+
+    Raises:
+        CheckpointError: a file is missing, truncated, or does not hold what the index says.
+    """
+    tensors: dict[str, LazyTensor] = {}
+    for path, names in _files(folder):
+        if not path.is_file():
+            raise CheckpointError(f"{path.name} is missing, which {INDEX} names")
+        opened = _opened(path)
+        held = list(opened.keys())
+        for name in held if names is None else names:
+            if name not in held:
+                raise CheckpointError(f"{path.name} does not hold {name}, which {INDEX} says it does")
+            slices = opened.get_slice(name)
+            if slices.get_dtype() not in DTYPES:
+                raise CheckpointError(f"{name} in {path.name} is of dtype {slices.get_dtype()}, which is not read")
+            tensors[name] = lazy(tuple(slices.get_shape()), DTYPES[slices.get_dtype()], _InFile(slices))
+    return tensors
+
+
+def _opened(path: Path) -> Any:
+    """Mapped into memory: of a slice only its pages are read, and the kernel may drop them at any time."""
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        size = path.stat().st_size
+        raise CheckpointError(f"{path.name} of {size} bytes is not whole: {error}") from error
+
+
+def _files(folder: Path) -> Iterator[tuple[Path, list[str] | None]]:
+    """The files, each with the names that the index gives it; None without an index."""
+    if not folder.is_dir():
+        raise CheckpointError("there is no such folder")
+    index = folder / INDEX
+    if not index.is_file():
+        if not (folder / ONE_FILE).is_file():
+            raise CheckpointError(f"it holds neither {ONE_FILE} nor {INDEX}")
+        yield folder / ONE_FILE, None
+        return
+    try:
+        weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        by_file: dict[str, list[str]] = {}
+        for name, file in weight_map.items():
+            by_file.setdefault(file, []).append(name)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{INDEX} is not an index: {error!r}") from error
+    for file, names in sorted(by_file.items()):
+        yield folder / file, names
+
+
+# ---------------------------------------------------------------- putting a folder in its place
+
+
+def beside(folder: Path) -> Path:
+    """Where a folder is written until it is whole: a name of its own, on the same file system."""
+    return folder.parent / f".{folder.name}.partial"
+
+
+def begin(partial: Path) -> None:
+    """Make the folder to write in; what an earlier save that was killed left there goes."""
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+
+
+def put_in_place(partial: Path, folder: Path) -> None:
+    """Let ``folder`` be ``partial``, whose files are on disk by then. What was there goes afterwards.
+
+    Where there is something already, the two are exchanged in one step, so that there is a whole folder at any time. On
+    a file system that cannot do that, the old one is called ``NAME.previous`` for the moment between two steps.
+    """
+    for path in sorted(partial.rglob("*"), reverse=True):
+        sync(path)
+    sync(partial)
+    if not folder.exists():
+        partial.rename(folder)
+    elif _exchange(partial, folder):
+        shutil.rmtree(partial)
+    else:
+        previous = folder.with_name(f"{folder.name}.previous")
+        shutil.rmtree(previous, ignore_errors=True)
+        folder.rename(previous)
+        partial.rename(folder)
+        shutil.rmtree(previous)
+    sync(folder.parent)
+
+
+def discard(partial: Path) -> None:
+    """Remove what was written in vain, as far as that can be done."""
+    shutil.rmtree(partial, ignore_errors=True)
+
+
+def sync(path: Path) -> None:
+    """Have what was written to a file or folder on disk before going on."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Give two paths each other's names in one step; False where the system cannot."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # Linux; Python has no name for it
+    if renameat2 is None:
+        return False
+    done: int = renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
+    return done == 0

@@ -1,0 +1,195 @@
+"""A folder of safetensors into a sharded model: each rank reads its own part, tensor by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardplan.apply import Applied, applied_to
+from shardplan.checkpoint.folder import open_weights
+from shardplan.checkpoint.lazy import Box, LazyTensor
+from shardplan.checkpoint.memory import materialise
+from shardplan.checkpoint.progress import tracked
+from shardplan.checkpoint.together import CheckpointError, Ranks
+from shardplan.checkpoint.unsharded import Unsharded
+from shardplan.weights import Stored, local, own_box, stored_tensors
+
+MOST_NAMED = 20  # names that a message lists of each kind
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """What is read into which tensors of the model."""
+
+    stored: Stored
+    tensor: LazyTensor
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, folder: str | Path) -> None:
+    """Read the weights of a Hugging Face checkpoint into a sharded model, each rank its own part.
+
+    No rank holds more than its part and one tensor of the checkpoint. What is on the meta device gets memory first.
+    Tensors are cast to the dtypes of the model's parameters. Names and tensors that the checkpoint has otherwise than
+    the model (fused experts and the like) are converted by transformers' own tables, and buffers that are in no
+    checkpoint (rotary tables) are computed by transformers. `save_weights` later writes the format that was read.
+
+    Args:
+        model: a model that `apply_plan` has sharded, on the meta device or not. Every rank of its mesh calls.
+        folder: with ``model.safetensors``, or several files and their index. A ``generation_config.json`` in it becomes
+            the model's.
+
+    Raises:
+        ValueError: no plan was applied to ``model``.
+        CheckpointError: on every rank, before anything of the model is touched: files that are missing or not whole;
+            tensors that are missing, unknown or of another shape, all of them by name; tied ones that differ.
+    """
+    applied = required(model)
+    ranks, folder = Ranks.of(model), Path(folder)
+    doing = f"cannot load weights from {folder}"
+    with ranks.together(doing):
+        unsharded = Unsharded(model, applied)
+        readings = _match(list(stored_tensors(model)), unsharded, folder)
+        computed = _computed_buffers(dict(_unsaved_buffers(model, applied)), unsharded)
+    with ranks.together(doing):
+        materialise(model, applied)
+        parts = {entry.name: entry for entry in stored_tensors(model)}
+        for reading in tracked(readings, f"loading {folder.name}", shown=ranks.first):
+            _fill(parts[reading.stored.name], reading.tensor)
+        for name, buffer in _unsaved_buffers(model, applied):
+            buffer.copy_(computed.get(name, buffer))
+        unsharded.keep_conversions()
+        _read_generation_config(applied.compiled.find(model, ""), folder)
+
+
+def required(model: nn.Module) -> Applied:
+    """What `apply_plan` left on the model.
+
+    Raises:
+        ValueError: no plan was applied to it.
+    """
+    applied = applied_to(model)
+    if applied is None:
+        raise ValueError("no plan was applied to this model: call apply_plan first")
+    return applied
+
+
+# ---------------------------------------------------------------- what goes where
+
+
+def _match(stored: list[Stored], unsharded: Unsharded, folder: Path) -> list[_Reading]:
+    """What is read into the model, each tensor of it once.
+
+    Raises:
+        CheckpointError: with all that does not fit.
+    """
+    converted = unsharded.from_checkpoint(open_weights(folder))
+    names = {entry.name for entry in stored}
+    unexpected = (*converted.unexpected, *sorted(converted.tensors.keys() - names))
+    twins = _by_identity(stored)
+    misfits = [name.partition(" ")[0] for name in converted.unfit]
+    missing = [
+        " = ".join(entry.name for entry in tied)
+        for tied in twins
+        if not any(entry.name in converted.tensors or entry.name in misfits for entry in tied)
+    ]
+    misshapen = [
+        f"{entry.name} is {tuple(converted.tensors[entry.name].shape)}, not {entry.shape}"
+        for entry in stored
+        if entry.name in converted.tensors and tuple(converted.tensors[entry.name].shape) != entry.shape
+    ]
+    _refuse({"missing": missing, "not in the model": unexpected, "of another shape": (*converted.unfit, *misshapen)})
+    given = [[entry for entry in tied if entry.name in converted.tensors] for tied in twins]
+    _refuse({"tied in the model, and different in the checkpoint": list(_different(given, converted.tensors))})
+    return [_Reading(tied[0], converted.tensors[tied[0].name]) for tied in given]
+
+
+def _by_identity(stored: Iterable[Stored]) -> list[list[Stored]]:
+    """Tensors of the model, each with all the names that it goes by."""
+    tied: dict[int, list[Stored]] = {}
+    for entry in stored:
+        tied.setdefault(id(entry.parts[0]), []).append(entry)
+    return list(tied.values())
+
+
+def _different(given: Iterable[list[Stored]], tensors: Mapping[str, LazyTensor]) -> Iterator[str]:
+    """Ties whose tensors differ in this rank's part."""
+    for first, *others in given:
+        for other in others:
+            one, two = tensors[first.name], tensors[other.name]
+            if not all(torch.equal(_part(one, box), _part(two, box)) for box, _ in _boxes(first)):
+                yield f"{first.name} = {other.name} (with tie_word_embeddings=False in the config they are two)"
+
+
+def _part(tensor: LazyTensor, box: Box) -> Tensor:
+    out = torch.empty([along.stop - along.start for along in box], dtype=tensor.dtype)
+    tensor.read_into(box, out)
+    return out
+
+
+def _refuse(found: Mapping[str, Iterable[str]]) -> None:
+    problems = [f"{what}: {_some(list(names))}" for what, names in found.items() if names]
+    if problems:
+        raise CheckpointError(f"its tensors are not the model's; {'; '.join(problems)}")
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - MOST_NAMED
+    return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+# ---------------------------------------------------------------- reading
+
+
+def _boxes(stored: Stored) -> Iterator[tuple[Box, Tensor]]:
+    """This rank's part of each of the tensors that ``stored`` is kept in: where it lies in the whole, and itself."""
+    ends = accumulate(part.shape[stored.dim] if part.ndim else 0 for part in stored.parts)
+    for part, end in zip(stored.parts, ends, strict=True):
+        box = own_box(part)
+        if len(stored.parts) > 1:
+            start, along = end - part.shape[stored.dim], box[stored.dim]
+            moved = slice(along.start + start, along.stop + start)
+            box = (*box[: stored.dim], moved, *box[stored.dim + 1 :])
+        yield box, local(part)
+
+
+def _fill(stored: Stored, tensor: LazyTensor) -> None:
+    for box, part in _boxes(stored):
+        tensor.read_into(box, part)
+
+
+def _computed_buffers(buffers: Mapping[str, Tensor], unsharded: Unsharded) -> dict[str, Tensor]:
+    """Values of what is in no checkpoint.
+
+    Raises:
+        CheckpointError: nobody knows what belongs into some that are on the meta device.
+    """
+    computed = dict(unsharded.unsaved_buffers(buffers))
+    unknown = [name for name, buffer in buffers.items() if buffer.is_meta and name not in computed]
+    if unknown:
+        raise CheckpointError(
+            f"buffers that are in no checkpoint, and that transformers does not compute: {_some(unknown)}; "
+            "build the model on a real device, or register them as persistent"
+        )
+    return computed
+
+
+def _unsaved_buffers(model: nn.Module, applied: Applied) -> Iterator[tuple[str, Tensor]]:
+    for compiled in applied.compiled.modules:
+        module = applied.compiled.find(model, compiled.fqn)
+        for name, buffer in module.named_buffers(recurse=False):
+            if name in module._non_persistent_buffers_set:
+                yield f"{compiled.fqn}.{name}" if compiled.fqn else name, buffer
+
+
+def _read_generation_config(root: Any, folder: Path) -> None:
+    if (folder / "generation_config.json").is_file() and hasattr(root, "generation_config"):
+        from transformers import GenerationConfig
+
+        root.generation_config = GenerationConfig.from_pretrained(folder)

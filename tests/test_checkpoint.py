@@ -1,0 +1,55 @@
+"""From a folder of transformers into a sharded model and back: bit for bit, whatever the plan and the mesh."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import checkpoint_jobs
+import tiny_models
+from pool import Pool
+from shardplan.mesh import parse_mesh
+
+ODD = {"vocab_size": 257}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": ODD, "llama-tied": ODD, "qwen3": ODD, "gemma3": ODD, "gemma3-vision": ODD, "nemotron-h": ODD, "phi3": ODD,
+    "gpt2": {}, "mixtral": {},
+}  # fmt: skip
+SMALL_FILES = 40_000  # bytes: several files of each model
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_folder_comes_back_bit_equal(pool: Pool, name: str, tmp_path: Path) -> None:
+    """In one process, from_pretrained reads what was saved from every mesh as it reads what transformers saved."""
+    original = saved(name, tmp_path / "in", **FAMILIES[name])
+    for number, mesh in enumerate(("dp=2,tp=2", "tp=4", "dp=4", "tp=1")):
+        out = tmp_path / f"out-{number}"
+        pool.run(
+            parse_mesh(mesh).size, checkpoint_jobs.through, name, mesh, str(tmp_path / "in"), str(out), FAMILIES[name]
+        )
+        assert different(original, out) == [], mesh
+        assert [path.name for path in tmp_path.iterdir() if "partial" in path.name] == []
+
+
+def saved(name: str, folder: Path, **changes: Any) -> Any:
+    model: Any = tiny_models.build(name, **changes)
+    model.save_pretrained(folder, max_shard_size=SMALL_FILES)
+    return model
+
+
+def different(original: nn.Module, folder: Path) -> list[str]:
+    """Tensors of a folder, read by transformers in this process, that are not those of ``original``."""
+    read, report = type(original).from_pretrained(folder, output_loading_info=True)  # type: ignore[attr-defined]
+    complaints = [f"{kind}: {names}" for kind, names in report.items() if names]
+    expected, actual = original.state_dict(), read.state_dict()
+    buffers, read_buffers = dict(original.named_buffers()), dict(read.named_buffers())
+    assert expected.keys() == actual.keys()
+    return [
+        *complaints,
+        *(name for name in expected if not torch.equal(expected[name], actual[name])),
+        *(name for name in buffers if not torch.equal(buffers[name], read_buffers[name])),
+    ]
