@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from math import sqrt
 from typing import Any
 
@@ -14,8 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
+import multimodal
 import tiny_models
 import tolerances
+from multimodal import Seeing, with_images
 from shardplan import apply_plan, cross_entropy
 from shardplan.apply import applied_to
 from shardplan.mesh import parse_mesh
@@ -38,6 +40,9 @@ class Batch:
     image: bool = False  # one in each row, for models that see
 
 
+MICRO_BATCHES = (Batch(length=16), Batch(length=5))
+
+
 @dataclass(frozen=True)
 class Case:
     """One application of a plan to one model, on which several batches are compared."""
@@ -49,6 +54,7 @@ class Case:
     changes: dict[str, Any] = field(default_factory=dict)  # of the model's config
     options: dict[str, Any] = field(default_factory=dict)  # of apply_plan
     checkpointing: bool = False  # transformers' own, switched on afterwards
+    images: bool = False  # in the micro-batches that are accumulated
     training: bool = True  # steps of AdamW at the end, too: the dear half, for one mesh of each model at least
 
     def apply(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -76,9 +82,10 @@ def compare(case: Case, batches: list[Batch]) -> list[str]:
     faults = list(_same_names(reference, sharded))
     for number, batch in enumerate(batches):
         faults += [f"{batch}: {fault}" for fault in compare_batch(reference, sharded, mesh, batch, seed=number)]
-    faults += [f"accumulation: {fault}" for fault in compare_accumulation(reference, sharded, mesh)]
+    micro_batches = [replace(batch, image=case.images) for batch in MICRO_BATCHES]
+    faults += [f"accumulation: {fault}" for fault in compare_accumulation(reference, sharded, mesh, micro_batches)]
     if case.training:
-        faults += [f"training: {fault}" for fault in compare_training(reference, sharded, mesh)]
+        faults += [f"training: {fault}" for fault in compare_training(reference, sharded, mesh, micro_batches)]
     return faults
 
 
@@ -86,7 +93,7 @@ def compare(case: Case, batches: list[Batch]) -> list[str]:
 
 
 def compare_batch(reference: nn.Module, sharded: nn.Module, mesh: DeviceMesh, batch: Batch, seed: int) -> Iterator[str]:
-    inputs, targets = make_inputs(batch, seed, vocabulary_of(reference))
+    inputs, targets = inputs_for(reference, batch, seed)
     own = {name: rows_of(value, mesh) for name, value in inputs.items()}
     for model in (reference, sharded):
         model.set_attn_implementation(batch.attention)  # type: ignore[operator]
@@ -117,8 +124,14 @@ def vocabulary_of(model: nn.Module) -> int:
     return vocabulary
 
 
+def inputs_for(model: nn.Module, batch: Batch, seed: int) -> tuple[dict[str, Tensor], Tensor]:
+    """`make_inputs` with the model's vocabulary, and its kind of images where the batch has some."""
+    seeing = multimodal.seeing_of(model) if batch.image else None
+    return make_inputs(batch, seed, vocabulary_of(model), seeing)
+
+
 def make_inputs(
-    batch: Batch, seed: int = 0, vocabulary: int = tiny_models.VOCABULARY
+    batch: Batch, seed: int = 0, vocabulary: int = tiny_models.VOCABULARY, seeing: Seeing | None = None
 ) -> tuple[dict[str, Tensor], Tensor]:
     """The global batch: ROWS x length ids, and targets that also exist for a sequence of one."""
     generator = torch.Generator().manual_seed(100 + seed)
@@ -131,12 +144,8 @@ def make_inputs(
         start = batch.length // 2 if batch.positions == "restarting" else 0
         positions = torch.cat([torch.arange(start), torch.arange(batch.length - start)])
         inputs["position_ids"] = positions.expand(ROWS, -1).contiguous()
-    if batch.image:
-        ids[ids == tiny_models.IMAGE_TOKEN] = 0
-        ids[:, 1 : 1 + tiny_models.IMAGE_TOKENS] = tiny_models.IMAGE_TOKEN
-        size = tiny_models.VISION["image_size"]
-        inputs["pixel_values"] = torch.randn(ROWS, 3, size, size, generator=generator)
-        inputs["token_type_ids"] = (ids == tiny_models.IMAGE_TOKEN).long()
+    if seeing is not None:
+        inputs |= with_images(seeing, ids, generator)
     if batch.labels:
         inputs["labels"] = ids.clone()
         inputs["labels"][:, 1] = -100  # the same number in each row, so that a mean of means is the mean
@@ -146,25 +155,29 @@ def make_inputs(
 # ---------------------------------------------------------------- training
 
 
-def compare_accumulation(reference: nn.Module, sharded: nn.Module, mesh: DeviceMesh) -> Iterator[str]:
+def compare_accumulation(
+    reference: nn.Module, sharded: nn.Module, mesh: DeviceMesh, batches: Sequence[Batch] = MICRO_BATCHES
+) -> Iterator[str]:
     """Gradients and their norm after two micro-batches, of which the first synchronises gradients or does not."""
     for synchronises in (True, False) if isinstance(sharded, FSDPModule) else (True,):
         for model in (reference, sharded):
             model.zero_grad()
-        accumulate(reference, sharded, mesh, seed=0, synchronises=synchronises)
+        accumulate(reference, sharded, mesh, batches, seed=0, synchronises=synchronises)
         yield from (f"first synchronises {synchronises}: {fault}" for fault in same_gradients(reference, sharded))
         expected, actual = (torch.nn.utils.clip_grad_norm_(m.parameters(), CLIP) for m in (reference, sharded))
         yield from _same_number("gradient norm", whole(actual), expected, tolerances.NORM)
         yield from (f"after clipping: {fault}" for fault in same_gradients(reference, sharded))
 
 
-def compare_training(reference: nn.Module, sharded: nn.Module, mesh: DeviceMesh) -> Iterator[str]:
+def compare_training(
+    reference: nn.Module, sharded: nn.Module, mesh: DeviceMesh, batches: Sequence[Batch] = MICRO_BATCHES
+) -> Iterator[str]:
     """Parameters after three clipped AdamW steps of two micro-batches each."""
     optimizers = [torch.optim.AdamW(model.parameters(), lr=LR) for model in (reference, sharded)]
     for number in range(3):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        accumulate(reference, sharded, mesh, seed=10 * number, synchronises=number != 1)
+        accumulate(reference, sharded, mesh, batches, seed=10 * number, synchronises=number != 1)
         for model, optimizer in zip((reference, sharded), optimizers, strict=True):
             torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
             optimizer.step()
@@ -177,15 +190,22 @@ def compare_training(reference: nn.Module, sharded: nn.Module, mesh: DeviceMesh)
             yield f"{name} after 3 steps differs by {difference:.1e}, allowed {allowed:.1e}"
 
 
-def accumulate(reference: nn.Module, sharded: nn.Module, mesh: DeviceMesh, seed: int, synchronises: bool) -> None:
-    """Two micro-batches, of lengths 16 and 5; ``synchronises`` says whether FSDP2 reduces the first one by itself."""
-    for number, length in enumerate((16, 5)):
-        inputs, targets = make_inputs(Batch(length=length), seed + number, vocabulary_of(reference))
+def accumulate(
+    reference: nn.Module,
+    sharded: nn.Module,
+    mesh: DeviceMesh,
+    batches: Sequence[Batch],
+    seed: int,
+    synchronises: bool,
+) -> None:
+    """The micro-batches; ``synchronises`` says whether FSDP2 reduces all but the last by itself."""
+    for number, batch in enumerate(batches):
+        inputs, targets = inputs_for(reference, batch, seed + number)
         if isinstance(sharded, FSDPModule):
-            sharded.set_requires_gradient_sync(synchronises or number == 1)
-        step(reference, inputs, targets, weight=0.5)
+            sharded.set_requires_gradient_sync(synchronises or number == len(batches) - 1)
+        step(reference, inputs, targets, weight=1 / len(batches))
         own = {name: rows_of(value, mesh) for name, value in inputs.items()}
-        step(sharded, own, rows_of(targets, mesh), weight=0.5)
+        step(sharded, own, rows_of(targets, mesh), weight=1 / len(batches))
 
 
 # ---------------------------------------------------------------- comparisons

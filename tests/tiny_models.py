@@ -33,27 +33,9 @@ from transformers import (
 )
 
 import remote_code
+from multimodal import GEMMA3, SEEING, SIZES
 
 VOCABULARY = 256
-SIZES: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 128,
-}
-GEMMA3 = {"head_dim": 16, "sliding_window": 8, "sliding_window_pattern": 2, "final_logit_softcapping": 30.0}
-VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "image_size": 16,
-    "patch_size": 4,
-}
-IMAGE_TOKEN, IMAGE_TOKENS = 255, 4
 BIASED = {"attention_bias": True, "mlp_bias": True}
 # With weights as small as elsewhere, a branch of squared ReLUs adds next to nothing and every token goes to the same
 # experts; with steps as short as in the published models, nothing depends on A_log.
@@ -152,21 +134,16 @@ def plan_of(name: str) -> str:
 
 def config(name: str, **changes: Any) -> Any:
     """The config of a tiny model with ``changes``."""
+    if name in SEEING:
+        return SEEING[name].config(**changes)
     _, config_class, own = _entry(name)
-    if config_class is Gemma3Config:
-        return Gemma3Config(
-            text_config=config("gemma3", **changes),
-            vision_config=VISION,
-            mm_tokens_per_image=IMAGE_TOKENS,
-            image_token_id=IMAGE_TOKEN,
-        )
     return config_class(**{**SIZES_OF.get(config_class, SIZES), **own, **changes})
 
 
 def build(name: str, **changes: Any) -> nn.Module:
     """The same weights in every process. ``changes`` go into the config."""
     torch.manual_seed(0)
-    model: nn.Module = _entry(name)[0](config(name, **changes))
+    model: nn.Module = _class_of(name)(config(name, **changes))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -181,8 +158,12 @@ def build(name: str, **changes: Any) -> nn.Module:
 def build_meta(name: str, **changes: Any) -> nn.Module:
     """The same model without weights."""
     with torch.device("meta"):
-        model: nn.Module = _entry(name)[0](config(name, **changes))
+        model: nn.Module = _class_of(name)(config(name, **changes))
     return model
+
+
+def _class_of(name: str) -> Any:
+    return SEEING[name].model_class if name in SEEING else _entry(name)[0]
 
 
 def _entry(name: str) -> tuple[Any, Any, dict[str, Any]]:

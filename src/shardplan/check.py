@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from shardplan.checks.gradients import check_gradients, check_ties
-from shardplan.checks.idle import check_idle_rules, check_ignored_edges, check_whole
+from shardplan.checks.idle import check_idle_rules, check_ignored_edges, check_towers, check_whole
 from shardplan.checks.kinds import check_kinds, check_parameters, check_token_mixers, check_unknown_parameters
 from shardplan.checks.layouts import check_conversions, check_groups, check_places, check_repeats
 from shardplan.checks.matching import (
@@ -68,6 +68,7 @@ CHECKS: tuple[Check, ...] = (
     check_idle_rules,
     check_ignored_edges,
     check_whole,
+    check_towers,
 )
 
 

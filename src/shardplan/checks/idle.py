@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from shardplan.checks.names import general
-from shardplan.checks.target import Target, size
+from shardplan.checks.target import Target, count, size
 from shardplan.diagnostics import Diagnostic, Severity
 from shardplan.edges import UnsupportedConversionError, lower_edge
+from shardplan.hf.plan import is_derived
+from shardplan.hf.structure import language_model
+from shardplan.inventory import Inventory, ancestors
 from shardplan.layouts import REPLICATE, STREAM
 from shardplan.plan import Rule
 from shardplan.residual import input_conversion, output_conversion, takes_no_activation
@@ -122,6 +125,42 @@ def check_whole(target: Target) -> Iterator[Diagnostic]:
             severity=Severity.NOTE,
         )
     yield from _gathered_head(target)
+
+
+def check_towers(target: Target) -> Iterator[Diagnostic]:
+    """SP211: what sees or hears for a language model, where transformers' plan is completed by leaving it whole."""
+    inventory = target.resolved.inventory
+    base = language_model(inventory).removesuffix(".")
+    for fqn in _beside(inventory, base) if target.mesh.has_tp else ():
+        inside = [p for m in target.resolved.modules if f"{m.fqn}.".startswith(f"{fqn}.") for p in m.parameters]
+        rules = [p.claim for p in inside if p.claim is not None and is_derived(p.claim)]
+        if not rules or len(rules) < len(inside):
+            continue  # nothing to cut, or the user has a say in it
+        nbytes = sum(p.info.nbytes for p in inside)
+        keys = [key for key, _ in inventory.tp_plan if f"{key}.".startswith(f"{general(fqn)}.")]
+        unused = f"; of transformers' own plan {count(len(keys), 'key')} for it {_are(keys)} left out" if keys else ""
+        yield Diagnostic(
+            "SP211",
+            f"{general(fqn)} stays whole on purpose, beside the language model {base}: {size(nbytes)} on every tp rank"
+            f"{unused}",
+            where=rules[0].where,
+            subject=general(fqn),
+            expected="",
+            hint="leave it so if that is meant; otherwise cut it by rules of your own",
+            severity=Severity.NOTE,
+        )
+
+
+def _are(keys: Sequence[str]) -> str:
+    return "is" if len(keys) == 1 else "are"
+
+
+def _beside(inventory: Inventory, base: str) -> Iterator[str]:
+    """The modules next to ``base`` and next to what is around it, the head aside; nothing where ``base`` is all."""
+    for around in ancestors(base):
+        for child in inventory.children[around]:
+            if not f"{base}.".startswith(f"{child.fqn}.") and child.fqn != inventory.head:
+                yield child.fqn
 
 
 def _splits(module: ResolvedModule) -> bool:

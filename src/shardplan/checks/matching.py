@@ -11,6 +11,7 @@ from shardplan.checks.names import general, nearest
 from shardplan.checks.target import Target, count, listed, size
 from shardplan.diagnostics import Diagnostic, Severity
 from shardplan.hf.known import KNOWN_WRONG
+from shardplan.hf.structure import language_model
 from shardplan.inventory import ParameterInfo, ancestors
 from shardplan.load import load_plan
 from shardplan.plan import Recompute, Rule, Unit
@@ -105,9 +106,13 @@ MUCH = 0.1  # of a model's parameters beside its ends
 
 
 def _left_by_transformers(target: Target) -> Iterator[Diagnostic]:
-    """SP211: what transformers' own plan says nothing of stays whole, and that may be most of the model."""
+    """SP211: what transformers' own plan says nothing of stays whole, and that may be most of the model.
+
+    Of the language model: what stands beside it stays whole on purpose, and `check_towers` says so.
+    """
     resolved, ends = target.resolved, (target.resolved.inventory.embedding, target.resolved.inventory.head)
-    body = [p for module in resolved.modules if module.fqn not in ends for p in module.parameters]
+    inside = [m for m in resolved.modules if m.fqn.startswith(language_model(resolved.inventory)) and m.fqn not in ends]
+    body = [parameter for module in inside for parameter in module.parameters]
     whole = [p for p in body if p.claim and p.claim.layer.kind == "hf" and p.style and p.style.split is Split.NONE]
     share = sum(p.info.numel for p in whole) / max(sum(p.info.numel for p in body), 1)
     if share > MUCH and target.mesh.has_tp:
