@@ -2,22 +2,137 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import parity
 import tiny_models
-from shardplan import apply_plan, load_weights, save_weights
+from shardplan import (
+    CheckpointError,
+    Resumed,
+    apply_plan,
+    hf_state_dict,
+    load_checkpoint,
+    load_weights,
+    save_checkpoint,
+    save_weights,
+)
+from shardplan.weights import join, stored_parameters
+
+STEPS, HALF = 10, 5
+Tensors = dict[str, Tensor]
 
 
-def meta_model(name: str, mesh: Any, **changes: Any) -> nn.Module:
-    return apply_plan(tiny_models.build_meta(name, **changes), tiny_models.plan_of(name), mesh)
+def meta_model(name: str, mesh: DeviceMesh, plan: Any = None, **changes: Any) -> nn.Module:
+    return apply_plan(tiny_models.build_meta(name, **changes), plan or tiny_models.plan_of(name), mesh)
+
+
+# ---------------------------------------------------------------- weights
 
 
 def through(name: str, mesh_text: str, source: str, target: str, changes: dict[str, Any]) -> None:
     """From a folder into a sharded model and out into another."""
     model = meta_model(name, parity.build_mesh(mesh_text), **changes)
     load_weights(model, source)
-    save_weights(model, target)
+    save_weights(model, target, max_shard_bytes=30_000)
+
+
+def loaded(name: str, mesh_text: str, source: str, changes: dict[str, Any]) -> list[str]:
+    """What a model that was built on the meta device and loaded does otherwise than the unsharded one."""
+    mesh = parity.build_mesh(mesh_text)
+    model, reference = meta_model(name, mesh, **changes), tiny_models.build(name, **changes)
+    load_weights(model, source)
+    tied = len({id(p) for p in model.parameters()}), len({id(p) for p in reference.parameters()})
+    faults = [f"{tied[0]} parameters, not {tied[1]}"] if tied[0] != tied[1] and not stored_apart(model) else []
+    faults += parity.compare_batch(reference, model, mesh, parity.Batch(), seed=0)
+    return faults + list(parity.compare_training(reference, model, mesh))
+
+
+def stored_apart(model: nn.Module) -> bool:
+    return any(len(entry.parts) > 1 for entry in stored_parameters(model).values())
+
+
+# ---------------------------------------------------------------- training
+
+
+def stopped(name: str, mesh_text: str, folder: str, asynchronous: bool) -> tuple[Tensors, list[float], list[float]]:
+    """Ten steps with a checkpoint in the middle: what was saved, what came after it, and random numbers drawn then."""
+    mesh = parity.build_mesh(mesh_text)
+    model = apply_plan(tiny_models.build(name), tiny_models.plan_of(name), mesh)
+    optimizer, scheduler = trainer(model)
+    train(model, optimizer, scheduler, mesh, range(HALF))
+    before = everything(model, optimizer)
+    saving = save_checkpoint(folder, model, optimizer, step=HALF, scheduler=scheduler, asynchronous=asynchronous)
+    numbers = drawn()
+    losses = train(model, optimizer, scheduler, mesh, range(HALF, STEPS))
+    if saving is not None:
+        saving.wait()
+    return before, losses, numbers
+
+
+def resumed(
+    name: str, mesh_text: str, folder: str, plan: Any = None
+) -> tuple[Tensors, list[float], list[float], Resumed]:
+    """The second half of it, by a model that begins on the meta device."""
+    mesh = parity.build_mesh(mesh_text)
+    model = meta_model(name, mesh, plan)
+    load_checkpoint(folder, model)
+    optimizer, scheduler = trainer(model)
+    found = load_checkpoint(folder, model, optimizer, scheduler=scheduler)
+    numbers = drawn()
+    state = everything(model, optimizer)
+    return state, train(model, optimizer, scheduler, mesh, range(HALF, STEPS)), numbers, found
+
+
+def trainer(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+    """Two groups, and a learning rate that falls at every step."""
+    norms = [parameter for parameter in model.parameters() if parameter.ndim == 1]
+    others = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    optimizer = torch.optim.AdamW([{"params": others}, {"params": norms, "weight_decay": 0.0}], lr=parity.LR)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+
+
+def train(model: nn.Module, optimizer: Any, scheduler: Any, mesh: DeviceMesh, steps: range) -> list[float]:
+    losses = []
+    for number in steps:
+        inputs, targets = parity.make_inputs(parity.Batch(), number, parity.vocabulary_of(model))
+        own = {key: parity.rows_of(value, mesh) for key, value in inputs.items()}
+        loss = parity.step(model, own, parity.rows_of(targets, mesh)).loss.detach()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), parity.CLIP)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(parity.mean_over_dp(parity.whole(loss), mesh).item())
+    return losses
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
+    """Weights and optimizer state as the unsharded model has them."""
+    tensors = dict(hf_state_dict(model))
+    for name, entry in stored_parameters(model).items():
+        for key, first in optimizer.state[entry.parts[0]].items():
+            parts = tuple(optimizer.state[part][key] for part in entry.parts)
+            tensors[f"{name} {key}"] = join(parts, entry.dim) if first.ndim else torch.stack(parts).unique()
+    return tensors
+
+
+def drawn() -> list[float]:
+    return [random.random(), float(np.random.rand()), torch.rand(()).item()]
+
+
+# ---------------------------------------------------------------- faults
+
+
+def refused(name: str, mesh_text: str, folder: str, changes: dict[str, Any]) -> tuple[str, bool]:
+    """What is said of a folder, and whether the model was left on the meta device."""
+    model = meta_model(name, parity.build_mesh(mesh_text), **changes)
+    try:
+        load_weights(model, folder)
+    except CheckpointError as error:
+        return str(error), all(parameter.is_meta for parameter in model.parameters())
+    return "", False

@@ -53,3 +53,16 @@ def different(original: nn.Module, folder: Path) -> list[str]:
         *(name for name in expected if not torch.equal(expected[name], actual[name])),
         *(name for name in buffers if not torch.equal(buffers[name], read_buffers[name])),
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [("llama", "dp=2,tp=2"), ("llama-tied", "tp=4"), ("gemma3", "dp=4"), ("phi3", "dp=2,tp=2"), ("mixtral", "tp=2")],
+)
+def test_a_loaded_model_computes_and_trains_as_the_unsharded_one(
+    pool: Pool, name: str, mesh: str, tmp_path: Path
+) -> None:
+    """Rotary tables and scales, which no file holds, included; tied parameters are one."""
+    saved(name, tmp_path, **FAMILIES[name])
+    for faults in pool.run(parse_mesh(mesh).size, checkpoint_jobs.loaded, name, mesh, str(tmp_path), FAMILIES[name]):
+        assert faults == []

@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     from shardplan.batches import data_parallel_rank_and_size as data_parallel_rank_and_size
     from shardplan.batches import require_same_batch as require_same_batch
     from shardplan.checkpoint.load import load_weights as load_weights
+    from shardplan.checkpoint.resume import Resumed as Resumed
+    from shardplan.checkpoint.resume import Saving as Saving
+    from shardplan.checkpoint.resume import latest_checkpoint as latest_checkpoint
+    from shardplan.checkpoint.resume import load_checkpoint as load_checkpoint
+    from shardplan.checkpoint.resume import save_checkpoint as save_checkpoint
     from shardplan.checkpoint.save import save_weights as save_weights
     from shardplan.checkpoint.together import CheckpointError as CheckpointError
     from shardplan.diagnostics import Diagnostic as Diagnostic
@@ -44,6 +49,11 @@ _HOMES = {
     "data_parallel_rank_and_size": "batches",
     "require_same_batch": "batches",
     "load_weights": "checkpoint.load",
+    "Resumed": "checkpoint.resume",
+    "Saving": "checkpoint.resume",
+    "latest_checkpoint": "checkpoint.resume",
+    "load_checkpoint": "checkpoint.resume",
+    "save_checkpoint": "checkpoint.resume",
     "save_weights": "checkpoint.save",
     "CheckpointError": "checkpoint.together",
     "Diagnostic": "diagnostics",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from shardplan.apply import Applied, applied_to
+from shardplan.checkpoint.boxes import boxes
 from shardplan.checkpoint.folder import open_weights
 from shardplan.checkpoint.lazy import Box, LazyTensor
 from shardplan.checkpoint.memory import materialise
 from shardplan.checkpoint.progress import tracked
 from shardplan.checkpoint.together import CheckpointError, Ranks
 from shardplan.checkpoint.unsharded import Unsharded
-from shardplan.weights import Stored, local, own_box, stored_tensors
+from shardplan.weights import Stored, stored_tensors
 
 MOST_NAMED = 20  # names that a message lists of each kind
 
@@ -56,14 +56,13 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
     with ranks.together(doing):
         unsharded = Unsharded(model, applied)
         readings = _match(list(stored_tensors(model)), unsharded, folder)
-        computed = _computed_buffers(dict(_unsaved_buffers(model, applied)), unsharded)
+        computed = computed_buffers(model, applied, unsharded)
     with ranks.together(doing):
         materialise(model, applied)
         parts = {entry.name: entry for entry in stored_tensors(model)}
         for reading in tracked(readings, f"loading {folder.name}", shown=ranks.first):
             _fill(parts[reading.stored.name], reading.tensor)
-        for name, buffer in _unsaved_buffers(model, applied):
-            buffer.copy_(computed.get(name, buffer))
+        fill_buffers(model, applied, computed)
         unsharded.keep_conversions()
         _read_generation_config(applied.compiled.find(model, ""), folder)
 
@@ -92,7 +91,7 @@ def _match(stored: list[Stored], unsharded: Unsharded, folder: Path) -> list[_Re
     converted = unsharded.from_checkpoint(open_weights(folder))
     names = {entry.name for entry in stored}
     unexpected = (*converted.unexpected, *sorted(converted.tensors.keys() - names))
-    twins = _by_identity(stored)
+    twins = by_identity(stored)
     misfits = [name.partition(" ")[0] for name in converted.unfit]
     missing = [
         " = ".join(entry.name for entry in tied)
@@ -104,13 +103,13 @@ def _match(stored: list[Stored], unsharded: Unsharded, folder: Path) -> list[_Re
         for entry in stored
         if entry.name in converted.tensors and tuple(converted.tensors[entry.name].shape) != entry.shape
     ]
-    _refuse({"missing": missing, "not in the model": unexpected, "of another shape": (*converted.unfit, *misshapen)})
+    refuse({"missing": missing, "not in the model": unexpected, "of another shape": (*converted.unfit, *misshapen)})
     given = [[entry for entry in tied if entry.name in converted.tensors] for tied in twins]
-    _refuse({"tied in the model, and different in the checkpoint": list(_different(given, converted.tensors))})
+    refuse({"tied in the model, and different in the checkpoint": list(_different(given, converted.tensors))})
     return [_Reading(tied[0], converted.tensors[tied[0].name]) for tied in given]
 
 
-def _by_identity(stored: Iterable[Stored]) -> list[list[Stored]]:
+def by_identity(stored: Iterable[Stored]) -> list[list[Stored]]:
     """Tensors of the model, each with all the names that it goes by."""
     tied: dict[int, list[Stored]] = {}
     for entry in stored:
@@ -123,7 +122,7 @@ def _different(given: Iterable[list[Stored]], tensors: Mapping[str, LazyTensor])
     for first, *others in given:
         for other in others:
             one, two = tensors[first.name], tensors[other.name]
-            if not all(torch.equal(_part(one, box), _part(two, box)) for box, _ in _boxes(first)):
+            if not all(torch.equal(_part(one, box), _part(two, box)) for box, _ in boxes(first.parts, first.dim)):
                 yield f"{first.name} = {other.name} (with tie_word_embeddings=False in the config they are two)"
 
 
@@ -133,7 +132,12 @@ def _part(tensor: LazyTensor, box: Box) -> Tensor:
     return out
 
 
-def _refuse(found: Mapping[str, Iterable[str]]) -> None:
+def refuse(found: Mapping[str, Iterable[str]]) -> None:
+    """Nothing, where nothing was found.
+
+    Raises:
+        CheckpointError: with the names of what there is of each kind.
+    """
     problems = [f"{what}: {_some(list(names))}" for what, names in found.items() if names]
     if problems:
         raise CheckpointError(f"its tensors are not the model's; {'; '.join(problems)}")
@@ -147,29 +151,18 @@ def _some(names: list[str]) -> str:
 # ---------------------------------------------------------------- reading
 
 
-def _boxes(stored: Stored) -> Iterator[tuple[Box, Tensor]]:
-    """This rank's part of each of the tensors that ``stored`` is kept in: where it lies in the whole, and itself."""
-    ends = accumulate(part.shape[stored.dim] if part.ndim else 0 for part in stored.parts)
-    for part, end in zip(stored.parts, ends, strict=True):
-        box = own_box(part)
-        if len(stored.parts) > 1:
-            start, along = end - part.shape[stored.dim], box[stored.dim]
-            moved = slice(along.start + start, along.stop + start)
-            box = (*box[: stored.dim], moved, *box[stored.dim + 1 :])
-        yield box, local(part)
-
-
 def _fill(stored: Stored, tensor: LazyTensor) -> None:
-    for box, part in _boxes(stored):
+    for box, part in boxes(stored.parts, stored.dim):
         tensor.read_into(box, part)
 
 
-def _computed_buffers(buffers: Mapping[str, Tensor], unsharded: Unsharded) -> dict[str, Tensor]:
-    """Values of what is in no checkpoint.
+def computed_buffers(model: nn.Module, applied: Applied, unsharded: Unsharded) -> dict[str, Tensor]:
+    """Values of the buffers that are in no checkpoint, by name, those that transformers computes.
 
     Raises:
         CheckpointError: nobody knows what belongs into some that are on the meta device.
     """
+    buffers = dict(_unsaved_buffers(model, applied))
     computed = dict(unsharded.unsaved_buffers(buffers))
     unknown = [name for name, buffer in buffers.items() if buffer.is_meta and name not in computed]
     if unknown:
@@ -178,6 +171,12 @@ def _computed_buffers(buffers: Mapping[str, Tensor], unsharded: Unsharded) -> di
             "build the model on a real device, or register them as persistent"
         )
     return computed
+
+
+def fill_buffers(model: nn.Module, applied: Applied, computed: Mapping[str, Tensor]) -> None:
+    """Copy what `computed_buffers` gave into the model, which has memory by now."""
+    for name, buffer in _unsaved_buffers(model, applied):
+        buffer.copy_(computed.get(name, buffer))
 
 
 def _unsaved_buffers(model: nn.Module, applied: Applied) -> Iterator[tuple[str, Tensor]]:

@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 
 from shardplan.checkpoint.folder import INDEX, ONE_FILE, begin, beside, discard, put_in_place
 from shardplan.checkpoint.lazy import Box, LazyTensor, Source, lazy, whole
-from shardplan.checkpoint.load import required
+from shardplan.checkpoint.load import by_identity, required
 from shardplan.checkpoint.progress import tracked
 from shardplan.checkpoint.together import CheckpointError, Ranks
 from shardplan.checkpoint.unsharded import Unsharded
-from shardplan.weights import Stored, stored_tensors
+from shardplan.weights import stored_tensors
 
 MAX_SHARD_BYTES = 5 * 10**9
 
@@ -114,10 +114,7 @@ class _Sharded(Source):
 def _to_save(model: nn.Module, unsharded: Unsharded) -> Iterator[tuple[str, LazyTensor]]:
     """The unsharded model's tensors by name; of tied names the one that a checkpoint has."""
     last = _Last()
-    names: dict[int, list[Stored]] = {}
-    for entry in stored_tensors(model):
-        names.setdefault(id(entry.parts[0]), []).append(entry)
-    for tied in names.values():
+    for tied in by_identity(stored_tensors(model)):
         kept = next((entry for entry in tied if not unsharded.is_tied_to_another(entry.name)), tied[0])
         parts: list[Any] = [lazy(tuple(part.shape), part.dtype, _Sharded(part.detach(), last)) for part in kept.parts]
         joined: Any = torch.cat(parts, kept.dim) if len(parts) > 1 else parts[0]

@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
@@ -92,6 +93,8 @@ def _words(error: Exception | None) -> str:
     """Empty without an error. What a user can do something about speaks for itself; a bug of ours says what it is."""
     if error is None:
         return ""
+    if isinstance(error, CheckpointException):  # torch.distributed.checkpoint's, which all ranks get alike
+        return "; ".join(f"{failure[0]} (rank {rank})" for rank, failure in sorted(error.failures.items()))
     plain = isinstance(error, OSError | ValueError | CheckpointError | SafetensorError)
     return str(error) if plain else f"{type(error).__name__}: {error}"
 

@@ -1,0 +1,316 @@
+"""Checkpoints of a training run: written in one step, in the background where asked, and read on any mesh and plan."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from shardplan.checkpoint.folder import begin, beside, discard, put_in_place
+from shardplan.checkpoint.load import computed_buffers, fill_buffers, refuse, required
+from shardplan.checkpoint.marker import MARKER, Marker, PlanRecord, files_of, read_marker
+from shardplan.checkpoint.memory import materialise
+from shardplan.checkpoint.pieces import Pieces
+from shardplan.checkpoint.state import (
+    Blank,
+    Trained,
+    copied_to_host,
+    itself,
+    model_state,
+    random_state,
+    restore_random_state,
+)
+from shardplan.checkpoint.together import CheckpointError, Ranks
+from shardplan.checkpoint.unsharded import Unsharded
+
+LOG = logging.getLogger("shardplan")
+PREFIX = "step-"
+
+
+class HasState(Protocol):
+    """A learning-rate scheduler, or whatever else is to be saved along with it."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """What a run goes on from.
+
+    Attributes:
+        folder: that was read.
+        step: that it was saved at.
+        saved_mesh: that it was saved on.
+        plan_changes: what the plan lays out or does otherwise than the one it was saved under; empty for the same.
+        random_state: whether each rank has its random state again, which it has on as many ranks as there were.
+    """
+
+    folder: Path
+    step: int
+    saved_mesh: str
+    plan_changes: tuple[str, ...]
+    random_state: bool
+
+
+class Saving:
+    """A checkpoint that is being written."""
+
+    def __init__(self, folder: Path, write: Any, group: dist.ProcessGroup | None) -> None:
+        self.folder = folder
+        self._error: BaseException | None = None
+        self._write = write
+        self._group = group
+        self._thread = threading.Thread(target=self._run, name=f"saving {folder.name}")
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._write()
+        except CheckpointError as error:
+            self._error = error
+
+    @property
+    def done(self) -> bool:
+        """Whether it is written, or has failed."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Return when it is on disk and in its place. Every rank calls it, before the next save at the latest.
+
+        Raises:
+            CheckpointError: on every rank: it could not be written.
+        """
+        self._thread.join()
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+        if self._error is not None:
+            raise self._error
+
+
+@torch.no_grad()
+def save_checkpoint(
+    folder: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    step: int,
+    scheduler: HasState | None = None,
+    asynchronous: bool = False,
+) -> Saving | None:
+    """Write a checkpoint of a training run as ``FOLDER/step-NNNNNNNN``, through `torch.distributed.checkpoint`.
+
+    It holds the model, the optimizer's state and hyperparameters, the scheduler's state, each rank's random state
+    (Python, NumPy, torch, CUDA), ``step``, and the plan and the mesh. Tensors have the names and the shapes of the
+    unsharded model.
+
+    Args:
+        folder: of all checkpoints of the run, on a file system that all ranks see.
+        model: a model that `apply_plan` has sharded. Every rank of the world calls.
+        optimizer: over parameters of ``model``; state must be of a parameter's shape or one number.
+        step: a number for this checkpoint; one of the same number is replaced.
+        scheduler: or anything else with ``state_dict()`` and ``load_state_dict()``.
+        asynchronous: return as soon as a copy of this rank's part is in the host's memory, and write in the background,
+            on a gloo group of its own.
+
+    Returns:
+        Where ``asynchronous``, the saving: its ``wait()`` raises what went wrong.
+
+    Raises:
+        ValueError: no plan was applied to ``model``.
+        CheckpointError: on every rank: it could not be written. Earlier checkpoints are as they were.
+    """
+    applied = required(model)
+    ranks, target = _world(), Path(folder) / f"{PREFIX}{step:08}"
+    doing, partial = f"cannot save the checkpoint {target}", beside(target)
+    with ranks.together(doing):
+        values = copied_to_host if asynchronous else itself
+        state = _state(model, optimizer, scheduler, ranks.rank, values)
+        if ranks.first:
+            begin(partial)
+    mesh, size = str(applied.compiled.mesh), len(ranks.gather(None))
+    marker = Marker(step, mesh, size, PlanRecord.of(applied.compiled), {})
+    if not asynchronous:
+        _write(state, marker, target, ranks)
+        return None
+    group = dist.new_group(backend="gloo") if ranks.groups else None
+    own = Ranks([group] if group is not None else [])
+    return Saving(target, lambda: _write(state, marker, target, own), group)
+
+
+def _world() -> Ranks:
+    group = dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None
+    return Ranks([group] if group is not None else [])
+
+
+def _state(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, scheduler: HasState | None, rank: int, values: Any
+) -> dict[str, Any]:
+    """What torch.distributed.checkpoint is given. It goes through mappings and lists, and takes a tuple as one object."""
+    state: dict[str, Any] = {"model": model_state(model, values), "random": {str(rank): (random_state(),)}}
+    if optimizer is not None:
+        trained = Trained.of(model, optimizer)
+        state["optimizer"] = {"state": trained.state(values), "groups": (trained.groups(),)}
+    if scheduler is not None:
+        state["scheduler"] = (copy.deepcopy(scheduler.state_dict()),)
+    return state
+
+
+def _write(state: dict[str, Any], marker: Marker, target: Path, ranks: Ranks) -> None:
+    doing, partial = f"cannot save the checkpoint {target}", beside(target)
+    group = ranks.groups[0] if ranks.groups else None
+    try:
+        with ranks.together(doing):
+            # Its own collectives end in the same exception on every rank.
+            save(state, checkpoint_id=partial, process_group=group, no_dist=group is None)
+        with ranks.together(doing):
+            if ranks.first:
+                Marker(marker.step, marker.mesh, marker.world_size, marker.plan, files_of(partial)).write(partial)
+                put_in_place(partial, target)
+    except CheckpointError:
+        if ranks.first:
+            discard(partial)
+        raise
+
+
+# ---------------------------------------------------------------- reading
+
+
+def latest_checkpoint(folder: str | Path) -> Path | None:
+    """The finished checkpoint of the highest step in a folder that `save_checkpoint` wrote to; None without one."""
+    finished = sorted(marker.parent for marker in Path(folder).glob(f"{PREFIX}*/{MARKER}"))
+    return finished[-1] if finished else None
+
+
+@torch.no_grad()
+def load_checkpoint(
+    folder: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    scheduler: HasState | None = None,
+) -> Resumed:
+    """Read a checkpoint of a training run, on the mesh that wrote it or another, under its plan or another.
+
+    Weights and optimizer state are bit-equal to those that were saved, however they are laid out now. A plan other than
+    that of the checkpoint is said: in the result, and as a warning in the log ``shardplan`` of the first rank.
+
+    Args:
+        folder: one checkpoint, or the folder of all, of which the latest finished one is read.
+        model: a model that `apply_plan` has sharded. On the meta device it gets memory; an optimizer can only be made,
+            and read, after that. Every rank of the world calls.
+        optimizer, scheduler: to be restored; what the checkpoint holds of them is passed over where they are None.
+
+    Returns:
+        What was read, and what is different.
+
+    Raises:
+        ValueError: no plan was applied to ``model``.
+        CheckpointError: on every rank: no finished checkpoint is there, a file is missing or not whole, or it is that
+            of another model or optimizer. What can be found out before reading is: nothing is touched then.
+    """
+    applied, ranks = required(model), _world()
+    doing = f"cannot load a checkpoint from {folder}"
+    with ranks.together(doing):
+        source = _finished(Path(folder))
+        marker, metadata = read_marker(source), FileSystemReader(source).read_metadata()
+        trained = Trained.of(model, optimizer) if optimizer is not None else None
+        blank = trained.blank(metadata) if trained is not None else {}
+        held = {path[0] for path in (metadata.planner_data or {}).values()}
+        wanted = {"optimizer": trained, "scheduler": scheduler}
+        if lacking := [what for what, given in wanted.items() if given is not None and what not in held]:
+            raise CheckpointError(f"{source} was saved without {' and '.join(lacking)}")
+        _require_same_tensors(model_state(model), metadata)
+        computed = computed_buffers(model, applied, Unsharded(model, applied))
+    if len(set(ranks.gather(str(source)))) > 1:
+        raise CheckpointError(f"{doing}: ranks found different ones: all must see one file system")
+    with ranks.together(doing):
+        materialise(model, applied)
+        fill_buffers(model, applied, computed)
+        same_ranks = marker.world_size == (dist.get_world_size() if ranks.groups else 1)
+        state: dict[str, Any] = {"model": model_state(model)}
+        if same_ranks:
+            state["random"] = {str(ranks.rank): ()}
+        if trained is not None:
+            state["optimizer"] = {"groups": (), "state": _pieces_of(blank)}
+        if scheduler is not None:
+            state["scheduler"] = ()
+    with ranks.together(doing):
+        group = ranks.groups[0] if ranks.groups else None
+        load(state, checkpoint_id=source, process_group=group, no_dist=group is None)
+    with ranks.together(doing):
+        if trained is not None:
+            trained.restore_groups(state["optimizer"]["groups"][0])
+            trained.restore(_filled(blank, state["optimizer"]["state"]))
+        if scheduler is not None:
+            scheduler.load_state_dict(state["scheduler"][0])
+        if same_ranks:
+            restore_random_state(state["random"][str(ranks.rank)][0])
+    changes = marker.plan.changes(PlanRecord.of(applied.compiled))
+    if ranks.first:
+        _say(source, marker, applied.compiled.name, changes, same_ranks=same_ranks)
+    return Resumed(source, marker.step, marker.mesh, changes, same_ranks)
+
+
+def _finished(folder: Path) -> Path:
+    if (folder / MARKER).is_file() or folder.name.startswith(PREFIX):
+        return folder
+    found = latest_checkpoint(folder)
+    if found is None:
+        raise CheckpointError("no finished checkpoint is there")
+    return found
+
+
+def _require_same_tensors(model: dict[str, Pieces], metadata: Metadata) -> None:
+    entries = {path[1]: metadata.state_dict_metadata[flat] for flat, path in (metadata.planner_data or {}).items()
+               if path[0] == "model"}  # fmt: skip
+    saved = {name: about.size for name, about in entries.items() if isinstance(about, TensorStorageMetadata)}
+    shapes = {name: tuple(pieces.shape) for name, pieces in model.items()}
+    refuse({
+        "missing": [name for name in shapes if name not in saved],
+        "not in the model": [name for name in saved if name not in shapes],
+        "of another shape": [
+            f"{name} is {tuple(saved[name])}, not {shape}"
+            for name, shape in shapes.items()
+            if name in saved and tuple(saved[name]) != shape
+        ],
+    })  # fmt: skip
+
+
+def _pieces_of(blank: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What torch.distributed.checkpoint reads into."""
+    return {
+        name: {key: value.pieces() if isinstance(value, Blank) else value for key, value in values.items()}
+        for name, values in blank.items()
+    }
+
+
+def _filled(blank: dict[str, dict[str, Any]], read: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """``blank`` with what was not read in place."""
+    return {
+        name: {key: value if isinstance(value, Blank) else read[name][key] for key, value in values.items()}
+        for name, values in blank.items()
+    }
+
+
+def _say(source: Path, marker: Marker, plan: str, changes: tuple[str, ...], *, same_ranks: bool) -> None:
+    if changes:
+        LOG.warning(
+            "%s was saved under plan '%s' and goes on under plan '%s', which is another: %s",
+            source, marker.plan.name, plan, "; ".join(changes),
+        )  # fmt: skip
+    if not same_ranks:
+        LOG.warning("%s was saved on %d ranks: their random states are not those of now", source, marker.world_size)

@@ -1,0 +1,209 @@
+"""What a checkpoint of a training run holds, under names that know nothing of the plan or the mesh."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from shardplan.checkpoint.boxes import boxes
+from shardplan.checkpoint.load import by_identity
+from shardplan.checkpoint.pieces import Pieces
+from shardplan.checkpoint.together import CheckpointError
+from shardplan.weights import Stored, local, stored_tensors
+
+Values = Callable[[Tensor], Tensor]  # what is saved of a rank's values: themselves, or a copy that stays as it is
+
+
+def itself(values: Tensor) -> Tensor:
+    return values
+
+
+def copied_to_host(values: Tensor) -> Tensor:
+    return values.detach().to("cpu", copy=True)
+
+
+def model_state(model: nn.Module, values: Values = itself) -> dict[str, Pieces]:
+    """Parameters and persistent buffers by name, tied ones once; this rank's pieces of them."""
+    kept = (tied[0] for tied in by_identity(stored_tensors(model)))
+    return {entry.name: _pieces(entry, entry.parts, values) for entry in kept}
+
+
+def _pieces(entry: Stored, parts: Iterable[Tensor], values: Values = itself) -> Pieces:
+    parts = tuple(part.detach() for part in parts)
+    return Pieces(entry.shape, parts[0].dtype, [(box, values(own)) for box, own in boxes(parts, entry.dim)])
+
+
+# ---------------------------------------------------------------- optimizers
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """The parameters of an optimizer under the unsharded model's names, and the group of each."""
+
+    optimizer: torch.optim.Optimizer
+    stored: Mapping[str, Stored]
+    group_of: Mapping[str, int]
+
+    @classmethod
+    def of(cls, model: nn.Module, optimizer: torch.optim.Optimizer) -> Trained:
+        """
+        Raises:
+            CheckpointError: it has parameters that are not the model's (any more), or that have no memory.
+        """
+        group_of_part = {
+            id(part): number for number, group in enumerate(optimizer.param_groups) for part in group["params"]
+        }
+        stored: dict[str, Stored] = {}
+        group_of: dict[str, int] = {}
+        for tied in by_identity(stored_tensors(model)):
+            groups = {group_of_part.pop(id(part), None) for part in tied[0].parts}
+            if groups == {None}:
+                continue
+            if len(groups) > 1:
+                raise CheckpointError(f"the sections of {tied[0].name} are in different groups of the optimizer")
+            stored[tied[0].name] = tied[0]
+            group_of[tied[0].name] = next(group for group in groups if group is not None)
+        if group_of_part:
+            raise CheckpointError(
+                f"the optimizer has {len(group_of_part)} parameters that are not the model's: "
+                "make it after apply_plan, and after load_weights where the model was on the meta device"
+            )
+        return cls(optimizer, stored, group_of)
+
+    def state(self, values: Values = itself) -> dict[str, dict[str, Any]]:
+        """
+        Raises:
+            CheckpointError: a state is neither of its parameter's shape nor one number, so that nobody can reshard it.
+        """
+        return {name: dict(self._state_of(entry, values)) for name, entry in self.stored.items()}
+
+    def _state_of(self, entry: Stored, values: Values) -> Iterator[tuple[str, Any]]:
+        own = [self.optimizer.state.get(part, {}) for part in entry.parts]
+        for key, first in own[0].items():
+            if isinstance(first, Tensor) and first.shape == entry.parts[0].shape:
+                yield key, _pieces(entry, [state[key] for state in own], values)
+            elif not isinstance(first, Tensor) or first.ndim == 0:
+                yield key, copied_to_host(first) if isinstance(first, Tensor) else (first,)
+            else:
+                raise CheckpointError(
+                    f"the optimizer's {key} of {entry.name} has shape {tuple(first.shape)}, neither the parameter's "
+                    "nor that of one number: it cannot be saved apart from the mesh"
+                )
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Hyperparameters of each group, with the names of its parameters."""
+        return [
+            {**{key: _plain(value) for key, value in group.items() if key != "params"}, "params": self._names(number)}
+            for number, group in enumerate(self.optimizer.param_groups)
+        ]
+
+    def _names(self, group: int) -> list[str]:
+        return [name for name, number in self.group_of.items() if number == group]
+
+    def restore(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Put in place what was read into a `blank` state."""
+        self.optimizer.state.clear()
+        for name, values in state.items():
+            for number, part in enumerate(self.stored[name].parts):
+                self.optimizer.state[part] = {key: _for_part(value, number) for key, value in values.items()}
+
+    def restore_groups(self, saved: list[dict[str, Any]]) -> None:
+        """
+        Raises:
+            CheckpointError: the groups are of other parameters.
+        """
+        if [set(group["params"]) for group in saved] != [set(self._names(n)) for n in range(len(self.groups()))]:
+            raise CheckpointError("the optimizer's groups hold other parameters than those of the checkpoint")
+        for group, values in zip(self.optimizer.param_groups, saved, strict=True):
+            for key, value in values.items():
+                if isinstance(group.get(key), Tensor):
+                    group[key].fill_(value)
+                elif key != "params":
+                    group[key] = value
+
+    def blank(self, metadata: Metadata) -> dict[str, dict[str, Any]]:
+        """Memory for the state that a checkpoint has: what `state` gives, without values.
+
+        Raises:
+            CheckpointError: it is that of other parameters.
+        """
+        saved: dict[str, dict[str, Any]] = {}
+        for flat, path in (metadata.planner_data or {}).items():
+            if path[:2] == ("optimizer", "state"):
+                saved.setdefault(path[2], {})[path[3]] = metadata.state_dict_metadata[flat]
+        if unknown := sorted(saved.keys() - self.stored.keys()):
+            raise CheckpointError(f"it has optimizer state of what the optimizer does not train: {', '.join(unknown)}")
+        return {
+            name: {key: self._blank_of(self.stored[name], key, about) for key, about in keys.items()}
+            for name, keys in saved.items()
+        }
+
+    def _blank_of(self, entry: Stored, key: str, about: Any) -> Any:
+        if not isinstance(about, TensorStorageMetadata):
+            return ()
+        dtype = about.properties.dtype
+        if about.size == torch.Size(entry.shape):
+            return Blank(entry, tuple(torch.zeros_like(part, dtype=dtype, requires_grad=False) for part in entry.parts))
+        group = self.optimizer.param_groups[self.group_of[entry.name]]
+        # As torch 2.13's own Optimizer.load_state_dict has it: a step counter lies where its kernel wants it.
+        on_device = key != "step" or group.get("fused") or group.get("capturable")
+        return torch.zeros((), dtype=dtype, device=local(entry.parts[0]).device if on_device else "cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Blank:
+    """State of a parameter's shape, laid out like it."""
+
+    entry: Stored
+    parts: tuple[Tensor, ...]
+
+    def pieces(self) -> Pieces:
+        return _pieces(self.entry, self.parts)
+
+
+def _for_part(value: Any, number: int) -> Any:
+    if isinstance(value, Blank):
+        return value.parts[number]
+    if isinstance(value, Tensor):
+        return value.clone()  # each section counts its own steps
+    return value[0]
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) else value
+
+
+# ---------------------------------------------------------------- random numbers
+
+
+def random_state() -> dict[str, Any]:
+    """Of Python, torch, CUDA's current device, and NumPy where it is in use."""
+    state: dict[str, Any] = {"python": random.getstate(), "torch": bytes(torch.get_rng_state().tolist())}
+    if torch.cuda.is_available():
+        state["cuda"] = bytes(torch.cuda.get_rng_state().tolist())
+    if "numpy" in sys.modules:
+        state["numpy"] = sys.modules["numpy"].random.get_state()
+    return state
+
+
+def restore_random_state(state: Mapping[str, Any]) -> None:
+    """Set what `random_state` gave."""
+    random.setstate(state["python"])
+    torch.set_rng_state(_bytes(state["torch"]))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_bytes(state["cuda"]))
+    if "numpy" in state:
+        import numpy as np
+
+        np.random.set_state(state["numpy"])
+
+
+def _bytes(state: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)

@@ -1,0 +1,48 @@
+"""A run that is stopped and resumed goes on as one that was not: on its mesh and another, under its plan and another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import checkpoint_jobs
+import tolerances
+from pool import Pool
+from shardplan.mesh import parse_mesh
+from test_weights import different
+
+# model, saved on and whether in the background, resumed on, plan then
+CASES: list[tuple[str, str, bool, str, Any]] = [
+    ("llama-tied", "dp=2,tp=2", False, "dp=2,tp=2", None),
+    ("phi3", "dp=2,tp=2", True, "dp=2,tp=2", None),
+    ("phi3", "dp=2,tp=2", False, "tp=4", None),
+    ("llama-odd", "tp=2", True, "dp=4", None),
+    ("llama-odd", "dp=4", False, "dp=2,tp=2", None),
+    ("nemotron-h", "dp=2,tp=2", False, "tp=1", None),
+    ("nemotron-h", "tp=1", True, "dp=2,tp=2", None),
+    ("mixtral", "dp=2,tp=2", False, "dp=1,tp=2", None),
+    ("phi3", "dp=2,tp=2", False, "dp=2", {"model.embed_tokens": None}),
+    ("gpt2", "dp=2", False, "tp=2", None),
+]
+
+
+@pytest.mark.parametrize(("name", "before", "asynchronous", "after", "plan"), CASES)
+def test_ten_steps(
+    pool: Pool, name: str, before: str, asynchronous: bool, after: str, plan: Any, tmp_path: Path
+) -> None:
+    arguments = name, before, str(tmp_path), asynchronous
+    ranks = pool.run(parse_mesh(before).size, checkpoint_jobs.stopped, *arguments)
+    state, losses, _ = ranks[0]
+    results = pool.run(parse_mesh(after).size, checkpoint_jobs.resumed, name, after, str(tmp_path), plan)
+    for rank, (read, resumed_losses, numbers, found) in enumerate(results):
+        assert different(state, read) == []
+        assert (found.step, found.saved_mesh) == (checkpoint_jobs.HALF, before)
+        assert bool(found.plan_changes) == bool(plan)
+        assert found.random_state == (len(ranks) == len(results))
+        if found.random_state:
+            assert numbers == ranks[rank][2]
+        if after == before:
+            assert resumed_losses == losses
+        assert resumed_losses == pytest.approx(losses, rel=tolerances.TRAINING_LOSS)
