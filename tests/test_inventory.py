@@ -52,9 +52,10 @@ def test_nothing_is_changed() -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_a_model_without_a_config_has_no_heads_and_no_ends() -> None:
+def test_a_model_without_a_config_has_no_heads_and_of_ends_its_only_embedding() -> None:
     inventory = take_inventory(nn.Sequential(nn.Linear(2, 2), nn.Embedding(3, 2)))
-    assert (inventory.embedding, inventory.head, inventory.attention) == (None, None, None)
+    assert (inventory.embedding, inventory.head, inventory.attention) == ("1", None, None)
+    assert take_inventory(nn.Sequential(nn.Embedding(3, 2), nn.Embedding(3, 2))).embedding is None
     assert [m.kind for m in inventory.modules] == [Kind.OTHER, Kind.LINEAR, Kind.EMBEDDING]
     assert not any(module.attention for module in inventory.modules)
 

@@ -78,7 +78,8 @@ class Inventory:
     Attributes:
         architectures: class names from the model's class upwards.
         modules: every module once; the model itself has the fqn "".
-        embedding, head: fqns of the input embedding and of the module that computes logits, where the model tells.
+        embedding, head: fqns of the input embedding and of the module that computes logits, where the model tells; the
+            embedding also where there is one only.
         attention: the attention implementation that the model is configured for.
         own_forward: whether the model's forward is a user's, not transformers'; what its head reads is then unknown.
         sizes: the whole numbers in its config, by field.
@@ -143,7 +144,7 @@ def take_inventory(model: nn.Module) -> Inventory:
     return Inventory(
         architectures=tuple(cls.__name__ for cls in innermost.__mro__ if cls not in (nn.Module, object)),
         modules=modules,
-        embedding=fqns.get(id(_call(model, "get_input_embeddings"))),
+        embedding=fqns.get(id(_call(model, "get_input_embeddings"))) or _only_embedding(model, modules),
         head=fqns.get(id(_call(model, "get_output_embeddings"))),
         attention=getattr(config, "_attn_implementation", None),
         sliding_window=slides(text_config(config)),
@@ -232,6 +233,12 @@ def _reads_own_children(module: Any) -> bool:
 
 def _lies_head_by_head(module: Any) -> bool:
     return interleaves(module.__class__)
+
+
+def _only_embedding(model: nn.Module, modules: tuple[ModuleInfo, ...]) -> str | None:
+    """The one embedding of a model that is not transformers' and cannot be asked; None where there are more."""
+    found = [module.fqn for module in modules if module.kind is Kind.EMBEDDING]
+    return found[0] if len(found) == 1 and not hasattr(model, "get_input_embeddings") else None
 
 
 def _call(model: nn.Module, accessor: str) -> nn.Module | None:

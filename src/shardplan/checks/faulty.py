@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from shardplan.checks.names import general, likeness, nearest
+from shardplan.checks.names import general, last, likeness, nearest
 from shardplan.diagnostics import Diagnostic
 from shardplan.globs import path_regex
 from shardplan.inventory import ancestors
@@ -162,12 +162,16 @@ class FaultyRules:
         return names
 
     def near(self, match: Match) -> tuple[str, ...]:
-        """General names of modules like what a dead pattern says; those on which no rule speaks come first."""
+        """General names of modules like what a dead pattern says; those on which no rule speaks come first.
+
+        Among the alike, the same name elsewhere (``feed_forward.up_proj`` for ``mlp.up_proj``) comes before another.
+        """
         scores = {
             name: likeness(match.alternative.tokens, name) + 0.15 * (not self.spoken.intersection(fqns))
             for name, fqns in self._by_general_name.items()
         }
-        ranked = sorted((name for name in scores if scores[name] > 0.7), key=lambda name: -scores[name])
+        same = {name: 0.1 * (last(name) == match.alternative.tokens[-1]) for name in scores}
+        ranked = sorted((name for name in scores if scores[name] > 0.7), key=lambda name: -scores[name] - same[name])
         return tuple(ranked[:3])
 
     def _dead(self, matched: Matched[Rule], index: int) -> Dead:
@@ -185,8 +189,8 @@ class FaultyRules:
             found: dict[str, list[str]] = {}
             pattern = path_regex(("**", *path))
             for fqn in self._resolved.by_fqn:
-                prefix = ".".join(fqn.split(".")[: -len(path)]) if path else ""
-                if prefix and general(prefix) == prefix and pattern.fullmatch(f"{fqn}."):
+                prefix = general(".".join(fqn.split(".")[: -len(path)])) if path else ""
+                if prefix and pattern.fullmatch(f"{fqn}."):
                     found.setdefault(prefix, []).append(fqn)
             if found:
                 yield from ((prefix, tuple(fqns)) for prefix, fqns in found.items())

@@ -8,6 +8,7 @@ from shardplan.checks.names import general
 from shardplan.checks.target import Target, count, size
 from shardplan.diagnostics import Diagnostic, Severity
 from shardplan.edges import UnsupportedConversionError, lower_edge
+from shardplan.from_python import DICT_PLAN
 from shardplan.hf.plan import is_derived
 from shardplan.hf.structure import language_model
 from shardplan.inventory import Inventory, ancestors
@@ -70,10 +71,13 @@ def _in_parts(module: ResolvedModule) -> bool:
 
 
 def check_ignored_edges(target: Target) -> Iterator[Diagnostic]:
-    """SP110: an edge is never run at the input of an embedding or of position tables, which is no activation."""
+    """SP110: an edge is never run at the input of an embedding or of position tables, which is no activation.
+
+    A dict says so of every embedding: torch's row-wise style has to be told of whole ids.
+    """
     for module in target.resolved.modules:
         rule, takes = module.rule, takes_no_activation(module)
-        if takes and rule is not None and rule.input is not None:
+        if takes and rule is not None and rule.input is not None and rule.where.file != DICT_PLAN:
             yield Diagnostic(
                 "SP110",
                 f"{general(module.fqn)} {takes}: input {rule.input} does nothing",

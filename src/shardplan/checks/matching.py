@@ -175,7 +175,7 @@ def _misplaced(target: Target, dead: list[Dead]) -> Diagnostic:
         subject=first.rule.pattern.text,
         expected=f"paths under {prefix}, where these patterns match {count(len(fqns), 'module')}"
         + (f" (some would also match under {listed(sorted(also))})" if also else ""),
-        hint=f"they match if prefixed with {prefix}: write `root: [{prefix}]`",
+        hint=f"they match if prefixed with {prefix}" + ("" if "*" in prefix else f": write `root: [{prefix}]`"),
     )
 
 

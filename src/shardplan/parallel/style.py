@@ -90,15 +90,19 @@ def split_sections(module: nn.Module, compiled: CompiledModule) -> None:
 def _convert_input(
     stream: Stream, edge: Edge, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Convert ``hidden_states`` where it goes by name, else the first argument."""
-    if "hidden_states" in kwargs:
-        return args, {**kwargs, "hidden_states": stream.convert(kwargs["hidden_states"], edge)}
-    if not args:
+    """Convert ``hidden_states`` where it goes by name, else the first argument.
+
+    A module may be given it twice, as torchtune gives its attention what queries and what keys are made of.
+    """
+    if "hidden_states" not in kwargs and not args:
         raise TypeError(
             f"{type(module).__name__} was called without a positional argument or hidden_states, "
             f"but its plan converts its input ({edge.conversion})"
         )
-    return (stream.convert(args[0], edge), *args[1:]), kwargs
+    given = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+    converted = stream.convert(given, edge)
+    by_position = tuple(converted if argument is given else argument for argument in args)
+    return by_position, {name: converted if argument is given else argument for name, argument in kwargs.items()}
 
 
 def _convert_output(
