@@ -1,4 +1,4 @@
-"""A run that is stopped and resumed goes on as one that was not: on its mesh and another, under its plan and another."""
+"""A run that is stopped and resumed goes on as one that was not: on its mesh or another, under its plan or another."""
 
 from __future__ import annotations
 

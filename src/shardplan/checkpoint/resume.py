@@ -12,10 +12,13 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from shardplan.checkpoint.folder import begin, beside, discard, put_in_place
 from shardplan.checkpoint.load import computed_buffers, fill_buffers, refuse, required
@@ -159,7 +162,7 @@ def _world() -> Ranks:
 def _state(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, scheduler: HasState | None, rank: int, values: Any
 ) -> dict[str, Any]:
-    """What torch.distributed.checkpoint is given. It goes through mappings and lists, and takes a tuple as one object."""
+    """What torch.distributed.checkpoint is given: it goes through mappings and lists, and takes a tuple as it is."""
     state: dict[str, Any] = {"model": model_state(model, values), "random": {str(rank): (random_state(),)}}
     if optimizer is not None:
         trained = Trained.of(model, optimizer)
@@ -175,7 +178,7 @@ def _write(state: dict[str, Any], marker: Marker, target: Path, ranks: Ranks) ->
     try:
         with ranks.together(doing):
             # Its own collectives end in the same exception on every rank.
-            save(state, checkpoint_id=partial, process_group=group, no_dist=group is None)
+            save(state, storage_writer=_Writer(partial), process_group=group, no_dist=group is None)
         with ranks.together(doing):
             if ranks.first:
                 Marker(marker.step, marker.mesh, marker.world_size, marker.plan, files_of(partial)).write(partial)
@@ -184,6 +187,18 @@ def _write(state: dict[str, Any], marker: Marker, target: Path, ranks: Ranks) ->
         if ranks.first:
             discard(partial)
         raise
+
+
+class _Writer(FileSystemWriter):
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """torch 2.13: closing a file on a full disk raises `unexpected pos`, and hides that the disk is full."""
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            hidden = error.__context__
+            while hidden is not None and not isinstance(hidden, OSError):
+                hidden = hidden.__context__
+            raise hidden or error from error
 
 
 # ---------------------------------------------------------------- reading

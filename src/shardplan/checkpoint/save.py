@@ -52,8 +52,8 @@ def save_weights(model: nn.Module, folder: str | Path, *, max_shard_bytes: int =
             unsharded = Unsharded(model, applied)
             tensors = unsharded.to_checkpoint(dict(_to_save(model, unsharded)))
             files = _files({name: tensor.nbytes for name, tensor in tensors.items()}, max_shard_bytes)
+            _require_folder(folder)
             if ranks.first:
-                _require_folder(folder)
                 begin(partial)
         with ranks.together(doing):
             if not partial.is_dir():

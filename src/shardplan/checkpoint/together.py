@@ -82,14 +82,14 @@ class Together:
         return None
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if error is not None and not isinstance(error, Exception):
+        if error is not None and not isinstance(error, Exception | CheckpointException):
             return  # an interruption: this process ends
         said = self._ranks.gather((self._ranks.rank, _words(error)))
         if any(words for _, words in said):
             raise CheckpointError(f"{self._doing}: {_joined(said)}") from error
 
 
-def _words(error: Exception | None) -> str:
+def _words(error: BaseException | None) -> str:
     """Empty without an error. What a user can do something about speaks for itself; a bug of ours says what it is."""
     if error is None:
         return ""

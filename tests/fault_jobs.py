@@ -1,0 +1,162 @@
+"""What ranks do in tests of what goes wrong with files: the message that each gets, and how long it took."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import checkpoint_jobs
+import parity
+import tiny_models
+from shardplan import CheckpointError, apply_plan, load_checkpoint, load_weights, save_checkpoint, save_weights
+from shardplan.checkpoint import folder as folders
+from shardplan.checkpoint import save as saves
+
+NAME, MESH = "llama", "dp=2,tp=2"
+FILES = 30_000  # bytes of one: some of several files for each rank
+NOBODY = 65534
+SMALLEST_LIMIT = 8192  # bytes that a file may have where no small disk can be mounted
+
+Said = tuple[str, float]  # the message, and the seconds until it came
+
+
+def said(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Said:
+    start = time.monotonic()
+    try:
+        function(*args, **kwargs)
+    except CheckpointError as error:
+        return str(error), time.monotonic() - start
+    return "", time.monotonic() - start
+
+
+# ---------------------------------------------------------------- reading
+
+
+def of_weights(source: str, fault: str = "", name: str = NAME) -> tuple[Said, bool]:
+    """Of loading a folder; and whether the model was left untouched, on the meta device. ``fault``: on rank 1 alone."""
+    model = checkpoint_jobs.meta_model(name, parity.build_mesh(MESH))
+    with on_rank_1(fault):
+        message = said(load_weights, model, source)
+    return message, all(parameter.is_meta for parameter in model.parameters())
+
+
+@contextmanager
+def on_rank_1(fault: str) -> Iterator[None]:
+    if not fault or dist.get_rank() != 1:
+        yield
+        return
+    owner: Any = folders._InFile if fault == "read_into" else folders
+    with mock.patch.object(owner, fault, side_effect=OSError(5, "Input/output error", "the disk")):
+        yield
+
+
+def of_checkpoint(source: str) -> Said:
+    model = checkpoint_jobs.meta_model(NAME, parity.build_mesh(MESH))
+    return said(load_checkpoint, source, model)
+
+
+# ---------------------------------------------------------------- writing
+
+
+def written(target: str, number: int, steps: tuple[int, ...] = ()) -> None:
+    """Weights of the given number, or checkpoints of such."""
+    model = of_number(number)
+    if not steps:
+        save_weights(model, target, max_shard_bytes=FILES)
+    for step in steps:
+        save_checkpoint(target, model, step=step)
+
+
+def of_number(number: int) -> nn.Module:
+    """A sharded model all of whose parameters are ``number``."""
+    model = tiny_models.build(NAME)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(number)
+    return apply_plan(model, tiny_models.plan_of(NAME), parity.build_mesh(MESH))
+
+
+def into(target: str, what: str, limited: bool = False, user: int | None = None) -> Said:
+    """Of writing ``weights``, a ``checkpoint``, or one in the background, to where there is no room or no right."""
+    model = of_number(2)
+    with as_user(user), files_limited(limited):
+        if what == "weights":
+            return said(save_weights, model, target, max_shard_bytes=FILES)
+        return said(save_and_wait, target, model, asynchronous=what == "background")
+
+
+def save_and_wait(target: str, model: nn.Module, *, asynchronous: bool) -> None:
+    saving = save_checkpoint(target, model, step=9, asynchronous=asynchronous)
+    if saving is not None:
+        saving.wait()
+
+
+@contextmanager
+def as_user(user: int | None) -> Iterator[None]:
+    """Root may write anywhere."""
+    if user is None:
+        yield
+        return
+    os.seteuid(user)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@contextmanager
+def files_limited(limited: bool) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if limited:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (SMALLEST_LIMIT, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+# ---------------------------------------------------------------- a process that is killed
+
+
+def killed(target: str, what: str, moment: str, messages: str) -> None:
+    """Rank 1, or rank 0 where it alone acts, is killed while it saves; the others leave what they were told."""
+    model = of_number(2)
+    with kill_at(moment):
+        if what == "weights":
+            message = said(save_weights, model, target, max_shard_bytes=FILES)
+        else:
+            message = said(save_and_wait, target, model, asynchronous=what == "background")
+    (Path(messages) / str(dist.get_rank())).write_text(f"{message[1]} {message[0]}", encoding="utf-8")
+
+
+@contextmanager
+def kill_at(moment: str) -> Iterator[None]:
+    if dist.get_rank() != (1 if moment == "file" else 0):
+        yield
+        return
+    places: dict[str, tuple[Any, str]] = {
+        "file": (saves, "save_file"),
+        "before": (folders, "_exchange"),
+        "after": (folders, "_exchange"),
+    }
+    owner, name = places[moment]
+    original = getattr(owner, name)
+
+    def fatal(*args: Any, **kwargs: Any) -> Any:
+        if moment == "after":
+            original(*args, **kwargs)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with mock.patch.object(owner, name, fatal), mock.patch.object(torch, "save", fatal):
+        yield

@@ -1,0 +1,231 @@
+"""What goes wrong with files: every rank gets the same message, soon, and nothing that was whole is lost.
+
+Real processes and real files: ranks that are killed, files that are cut short, a disk that is full.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+import fault_jobs
+import tiny_models
+from pool import Pool, PoolError
+from shardplan.checkpoint.folder import INDEX
+
+WITHIN = 30  # seconds until a rank knows
+WHAT = ("weights", "checkpoint", "background")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A folder of several files."""
+    folder = tmp_path / "source"
+    tiny_models.build(fault_jobs.NAME).save_pretrained(folder, max_shard_size=fault_jobs.FILES)  # type: ignore[operator]
+    return folder
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def agreed(messages: list[fault_jobs.Said]) -> str:
+    """What every rank was told."""
+    texts = {text for text, _ in messages}
+    assert len(texts) == 1, texts
+    assert max(seconds for _, seconds in messages) < WITHIN
+    return texts.pop()
+
+
+# ---------------------------------------------------------------- reading
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        ("truncated", "SECOND of 1000 bytes is not whole"),
+        ("missing", "SECOND is missing, which model.safetensors.index.json names"),
+        ("no index", "it holds neither model.safetensors nor model.safetensors.index.json"),
+        ("no folder", "there is no such folder"),
+        ("bad index", "model.safetensors.index.json is not an index"),
+        ("wrong index", "SECOND does not hold lm_head.weight, which model.safetensors.index.json says it does"),
+    ],
+)
+def test_a_folder_that_is_not_whole(pool: Pool, source: Path, fault: str, expected: str) -> None:
+    second = files(source)[1]
+    index = source / INDEX
+    if fault == "truncated":
+        os.truncate(second, 1000)
+    elif fault == "missing":
+        second.unlink()
+    elif fault == "no index":
+        index.unlink()
+    elif fault == "no folder":
+        source = source / "nowhere"
+    elif fault == "bad index":
+        index.write_text("{}")
+    else:
+        content = json.loads(index.read_text())
+        content["weight_map"]["lm_head.weight"] = second.name
+        index.write_text(json.dumps(content))
+    results = pool.run(4, fault_jobs.of_weights, str(source))
+    message = agreed([said for said, _ in results])
+    assert message.startswith(f"cannot load weights from {source}: ")
+    assert expected.replace("SECOND", second.name) in message
+    assert all(untouched for _, untouched in results)
+
+
+def test_tensors_that_are_not_the_models_are_listed_together(pool: Pool, tmp_path: Path) -> None:
+    tiny_models.build(fault_jobs.NAME).save_pretrained(tmp_path)  # type: ignore[operator]
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["nobody.weight"] = tensors.pop("lm_head.weight")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1].clone()
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    results = pool.run(4, fault_jobs.of_weights, str(tmp_path))
+    assert agreed([said for said, _ in results]) == (
+        f"cannot load weights from {tmp_path}: its tensors are not the model's; missing: lm_head.weight; not in the "
+        "model: nobody.weight; of another shape: model.norm.weight is (63,), not (64,)"
+    )
+    assert all(untouched for _, untouched in results)
+
+
+@pytest.mark.parametrize("differ", [False, True])
+def test_tied_weights_that_differ_are_refused(pool: Pool, tmp_path: Path, differ: bool) -> None:
+    """Of one weight that a folder has twice; if one differs from the other in a row that rank 3 holds, none is read."""
+    model = tiny_models.build("llama-tied")
+    model.save_pretrained(tmp_path)  # type: ignore[operator]
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["lm_head.weight"][-1, 0] += differ
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    results = pool.run(4, fault_jobs.of_weights, str(tmp_path), "", "llama-tied")
+    message = agreed([said for said, _ in results])
+    assert ("tied in the model, and different in the checkpoint: model.embed_tokens.weight" in message) == differ
+    assert all(untouched == differ for _, untouched in results)
+
+
+@pytest.mark.parametrize("fault", ["_opened", "read_into"])
+def test_what_happens_to_one_rank_is_told_to_all(pool: Pool, source: Path, fault: str) -> None:
+    results = pool.run(4, fault_jobs.of_weights, str(source), fault)
+    message = agreed([said for said, _ in results])
+    assert message == f"cannot load weights from {source}: [Errno 5] Input/output error: 'the disk' (rank 1)"
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        ("truncated", "__1_0.distcp has 100 bytes of "),
+        ("missing", "__1_0.distcp is missing"),
+        ("unfinished", "no finished checkpoint is there"),
+        ("bad marker", "shardplan.json cannot be read"),
+    ],
+)
+def test_a_checkpoint_that_is_not_whole(pool: Pool, tmp_path: Path, fault: str, expected: str) -> None:
+    pool.run(4, fault_jobs.written, str(tmp_path), 1, (3,))
+    step = tmp_path / "step-00000003"
+    if fault == "truncated":
+        os.truncate(step / "__1_0.distcp", 100)
+    elif fault == "missing":
+        (step / "__1_0.distcp").unlink()
+    elif fault == "unfinished":
+        (step / "shardplan.json").unlink()
+    else:
+        (step / "shardplan.json").write_text("{}")
+    message = agreed(pool.run(4, fault_jobs.of_checkpoint, str(tmp_path)))
+    assert message.startswith(f"cannot load a checkpoint from {tmp_path}: ")
+    assert expected in message
+
+
+# ---------------------------------------------------------------- writing
+
+
+@pytest.mark.parametrize("what", WHAT)
+def test_a_full_disk(pool: Pool, tmp_path: Path, what: str) -> None:
+    with small_disk(tmp_path, kilobytes=400) as (disk, limited):
+        messages = pool.run(4, fault_jobs.into, str(disk / "out"), what, limited)
+        message = agreed(messages)
+        assert message.startswith("cannot save ")
+        assert "File too large" in message if limited else "No space left on device" in message
+        assert left(disk) == []
+
+
+@pytest.mark.parametrize("what", WHAT)
+def test_a_folder_without_write_permission(pool: Pool, what: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        locked = Path(folder) / "locked"
+        locked.mkdir()
+        Path(folder).chmod(0o755)
+        locked.chmod(0o555)
+        user = fault_jobs.NOBODY if os.geteuid() == 0 else None
+        message = agreed(pool.run(4, fault_jobs.into, str(locked / "out"), what, False, user))
+        assert message.startswith("cannot save ")
+        assert "Permission denied" in message
+        assert left(locked) == []
+
+
+def test_a_file_where_the_folder_should_be(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("mine")
+    assert agreed(pool.run(4, fault_jobs.into, str(tmp_path / "out"), "weights")).endswith("it is a file")
+    assert (tmp_path / "out").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("what", "moment"),
+    [("weights", "file"), ("weights", "before"), ("weights", "after"), ("checkpoint", "file"), ("background", "file")],
+)
+def test_a_process_that_is_killed_while_it_saves(pool: Pool, tmp_path: Path, what: str, moment: str) -> None:
+    """What was there is whole, or what was to come is, and the next save succeeds."""
+    target, messages = tmp_path / "run", tmp_path / "messages"
+    messages.mkdir()
+    pool.run(4, fault_jobs.written, str(target), 1, () if what == "weights" else (3,))
+    with pytest.raises(PoolError, match="died with exit code -9"):
+        pool.run(4, fault_jobs.killed, str(target), what, moment, str(messages))
+    texts = [path.read_text() for path in messages.iterdir()]
+    assert len(texts) == 3
+    for text in texts:
+        seconds, _, message = text.partition(" ")
+        assert float(seconds) < WITHIN
+        assert "a rank was lost" in message or "could not be gathered" in message
+    if what == "weights":
+        assert numbers_in(target) == {2.0 if moment == "after" else 1.0}
+        pool.run(4, fault_jobs.written, str(target), 3)
+        assert numbers_in(target) == {3.0}
+    else:
+        assert not (target / "step-00000009").exists()
+        assert agreed(pool.run(4, fault_jobs.of_checkpoint, str(target))) == ""
+        pool.run(4, fault_jobs.written, str(target), 1, (9,))
+        assert (target / "step-00000009/shardplan.json").is_file()
+    assert [path.name for path in target.parent.iterdir() if "partial" in path.name] == []
+
+
+def numbers_in(folder: Path) -> set[float]:
+    """The values of all parameters, as transformers reads them."""
+    model = type(tiny_models.build(fault_jobs.NAME)).from_pretrained(folder)  # type: ignore[attr-defined]
+    return {value for parameter in model.parameters() for value in parameter.unique().tolist()}
+
+
+def left(folder: Path) -> list[str]:
+    """Files below; folders that were made on the way do no harm."""
+    return [str(path) for path in folder.rglob("*") if path.is_file()]
+
+
+@contextmanager
+def small_disk(folder: Path, kilobytes: int) -> Iterator[tuple[Path, bool]]:
+    """A file system of its own; where none may be mounted, a folder, and that files are to be limited instead."""
+    disk = folder / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", str(disk)]
+    mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
+    try:
+        yield disk, not mounted
+    finally:
+        if mounted:
+            subprocess.run(["umount", str(disk)], check=True)
