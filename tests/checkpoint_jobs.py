@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 import parity
 import tiny_models
 from shardplan import (
-    CheckpointError,
     Resumed,
     apply_plan,
     hf_state_dict,
@@ -35,11 +34,12 @@ def meta_model(name: str, mesh: DeviceMesh, plan: Any = None, **changes: Any) ->
 # ---------------------------------------------------------------- weights
 
 
-def through(name: str, mesh_text: str, source: str, target: str, changes: dict[str, Any]) -> None:
-    """From a folder into a sharded model and out into another."""
-    model = meta_model(name, parity.build_mesh(mesh_text), **changes)
-    load_weights(model, source)
-    save_weights(model, target, max_shard_bytes=30_000)
+def through(name: str, source: str, targets: dict[str, str], changes: dict[str, Any]) -> None:
+    """From a folder into a sharded model and out into another, on each mesh."""
+    for mesh, target in targets.items():
+        model = meta_model(name, parity.build_mesh(mesh), **changes)
+        load_weights(model, source)
+        save_weights(model, target, max_shard_bytes=100_000)
 
 
 def loaded(name: str, mesh_text: str, source: str, changes: dict[str, Any]) -> list[str]:
@@ -123,16 +123,3 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
 
 def drawn() -> list[float]:
     return [random.random(), float(np.random.rand()), torch.rand(()).item()]
-
-
-# ---------------------------------------------------------------- faults
-
-
-def refused(name: str, mesh_text: str, folder: str, changes: dict[str, Any]) -> tuple[str, bool]:
-    """What is said of a folder, and whether the model was left on the meta device."""
-    model = meta_model(name, parity.build_mesh(mesh_text), **changes)
-    try:
-        load_weights(model, folder)
-    except CheckpointError as error:
-        return str(error), all(parameter.is_meta for parameter in model.parameters())
-    return "", False

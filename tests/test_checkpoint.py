@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import checkpoint_jobs
@@ -19,26 +20,34 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": ODD, "llama-tied": ODD, "qwen3": ODD, "gemma3": ODD, "gemma3-vision": ODD, "nemotron-h": ODD, "phi3": ODD,
     "gpt2": {}, "mixtral": {},
 }  # fmt: skip
-SMALL_FILES = 40_000  # bytes: several files of each model
+MESHES = {4: ("dp=2,tp=2", "dp=1,tp=4", "dp=4,tp=1"), 1: ("tp=1",)}  # by their size
+SMALL_FILES = 100_000  # bytes: several files of each model
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_folder_comes_back_bit_equal(pool: Pool, name: str, tmp_path: Path) -> None:
     """In one process, from_pretrained reads what was saved from every mesh as it reads what transformers saved."""
-    original = saved(name, tmp_path / "in", **FAMILIES[name])
-    for number, mesh in enumerate(("dp=2,tp=2", "tp=4", "dp=4", "tp=1")):
-        out = tmp_path / f"out-{number}"
-        pool.run(
-            parse_mesh(mesh).size, checkpoint_jobs.through, name, mesh, str(tmp_path / "in"), str(out), FAMILIES[name]
-        )
-        assert different(original, out) == [], mesh
-        assert [path.name for path in tmp_path.iterdir() if "partial" in path.name] == []
+    source = tmp_path / "in"
+    original = saved(name, source, **FAMILIES[name])
+    for size, meshes in MESHES.items():
+        targets = {mesh: str(tmp_path / mesh) for mesh in meshes}
+        pool.run(size, checkpoint_jobs.through, name, str(source), targets, FAMILIES[name])
+        for mesh, target in targets.items():
+            assert different(original, Path(target)) == [], mesh
+            assert names_in(Path(target)) == names_in(source), mesh
+            assert len(list(Path(target).glob("*.safetensors"))) > 1
+    assert {path.name for path in tmp_path.iterdir()} == {"in", *MESHES[4], *MESHES[1]}
 
 
 def saved(name: str, folder: Path, **changes: Any) -> Any:
     model: Any = tiny_models.build(name, **changes)
     model.save_pretrained(folder, max_shard_size=SMALL_FILES)
     return model
+
+
+def names_in(folder: Path) -> list[str]:
+    """What the files of a folder call their tensors."""
+    return sorted(name for file in folder.glob("*.safetensors") for name in load_file(file))
 
 
 def different(original: nn.Module, folder: Path) -> list[str]:

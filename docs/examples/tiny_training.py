@@ -74,20 +74,20 @@ def tiny_llama() -> LlamaForCausalLM:
 
 
 def _train(model: nn.Module, setup: Setup, device: torch.device, mesh: DeviceMesh | None) -> Iterator[float]:
-    text = _corpus()
-    rows = _rows(setup.batch, mesh)
+    text = corpus()
+    rows = rows_of(setup.batch, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=setup.learning_rate)
     for step in range(setup.steps):
-        tokens = _global_batch(text, setup, step)[rows].to(device)
+        tokens = global_batch(text, setup, step)[rows].to(device)
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), setup.max_norm)
         optimizer.step()
         optimizer.zero_grad()
-        yield _mean_over_dp(loss.detach(), mesh)
+        yield mean_over_dp(loss.detach(), mesh)
 
 
-def _corpus() -> torch.Tensor:
+def corpus() -> torch.Tensor:
     """The first bytes of the standard library's top-level modules, in order of name."""
     library = Path(sysconfig.get_path("stdlib"))
     text = bytearray()
@@ -98,13 +98,13 @@ def _corpus() -> torch.Tensor:
     return torch.frombuffer(text, dtype=torch.uint8)[:CORPUS_BYTES]
 
 
-def _global_batch(text: torch.Tensor, setup: Setup, step: int) -> torch.Tensor:
+def global_batch(text: torch.Tensor, setup: Setup, step: int) -> torch.Tensor:
     """``(batch, length)`` token ids, the same on every rank: the step is the seed."""
     starts = torch.randint(len(text) - setup.length, (setup.batch,), generator=torch.Generator().manual_seed(step))
     return torch.stack([text[start : start + setup.length] for start in starts.tolist()]).long()
 
 
-def _rows(batch: int, mesh: DeviceMesh | None) -> slice:
+def rows_of(batch: int, mesh: DeviceMesh | None) -> slice:
     """This rank's share of a batch: ranks of one tp group take the same rows."""
     if mesh is None:
         return slice(None)
@@ -113,7 +113,7 @@ def _rows(batch: int, mesh: DeviceMesh | None) -> slice:
     return slice(first, first + share)
 
 
-def _mean_over_dp(loss: torch.Tensor, mesh: DeviceMesh | None) -> float:
+def mean_over_dp(loss: torch.Tensor, mesh: DeviceMesh | None) -> float:
     if isinstance(loss, DTensor):
         loss = loss.full_tensor()
     if mesh is not None:
