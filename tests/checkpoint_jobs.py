@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import parity
 import tiny_models
 from shardplan import (
+    CheckpointError,
     Resumed,
     apply_plan,
     hf_state_dict,
@@ -56,6 +57,57 @@ def loaded(name: str, mesh_text: str, source: str, changes: dict[str, Any]) -> l
 
 def stored_apart(model: nn.Module) -> bool:
     return any(len(entry.parts) > 1 for entry in stored_parameters(model).values())
+
+
+def loaded_again(name: str, mesh_text: str, source: str) -> list[str]:
+    """The same of a model that has other weights, and gathered copies of some: its last forward had no backward."""
+    mesh = parity.build_mesh(mesh_text)
+    model, reference = tiny_models.build(name), tiny_models.build(name)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(2)
+    apply_plan(model, tiny_models.plan_of(name), mesh)
+    with torch.no_grad():
+        model(input_ids=parity.make_inputs(parity.Batch())[0]["input_ids"])
+    load_weights(model, source)
+    return list(parity.compare_batch(reference, model, mesh, parity.Batch(), seed=0))
+
+
+def offloaded(name: str, mesh_text: str, source: str, target: str) -> None:
+    model = tiny_models.build_meta(name)
+    apply_plan(model, tiny_models.plan_of(name), parity.build_mesh(mesh_text), cpu_offload=True)
+    load_weights(model, source)
+    save_weights(model, target)
+
+
+def in_dtype(name: str, mesh_text: str, source: str, target: str, dtype: torch.dtype) -> None:
+    model = tiny_models.build_meta(name).to(dtype)
+    apply_plan(model, tiny_models.plan_of(name), parity.build_mesh(mesh_text))
+    load_weights(model, source)
+    save_weights(model, target)
+
+
+class Plain(nn.Module):
+    """None of transformers' models, with a buffer that nobody saves where it is ``odd``."""
+
+    def __init__(self, odd: bool = False) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 8))
+        if odd:
+            self.register_buffer("table", torch.arange(8.0), persistent=False)
+
+
+def plain(source: str, target: str, odd: bool) -> str:
+    with torch.device("meta"):
+        model = Plain(odd)
+    plan = {"mlp": "block", "mlp.0": "colwise", "mlp.1": "rowwise"}
+    apply_plan(model, plan, parity.build_mesh("dp=2,tp=2"))
+    try:
+        load_weights(model, source)
+    except CheckpointError as error:
+        return str(error)
+    save_weights(model, target)
+    return ""
 
 
 # ---------------------------------------------------------------- training

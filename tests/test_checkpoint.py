@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import checkpoint_jobs
 import tiny_models
 from pool import Pool
+from shardplan.checkpoint import folder as folders
+from shardplan.checkpoint.progress import tracked
 from shardplan.mesh import parse_mesh
 
 ODD = {"vocab_size": 257}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": ODD, "llama-tied": ODD, "qwen3": ODD, "gemma3": ODD, "gemma3-vision": ODD, "nemotron-h": ODD, "phi3": ODD,
-    "gpt2": {}, "mixtral": {},
+    "gpt2": {}, "mixtral": {}, "nemotron-h-backbone": {},
 }  # fmt: skip
 MESHES = {4: ("dp=2,tp=2", "dp=1,tp=4", "dp=4,tp=1"), 1: ("tp=1",)}  # by their size
 SMALL_FILES = 100_000  # bytes: several files of each model
@@ -75,3 +78,84 @@ def test_a_loaded_model_computes_and_trains_as_the_unsharded_one(
     saved(name, tmp_path, **FAMILIES[name])
     for faults in pool.run(parse_mesh(mesh).size, checkpoint_jobs.loaded, name, mesh, str(tmp_path), FAMILIES[name]):
         assert faults == []
+
+
+def test_into_a_model_that_has_weights(pool: Pool, tmp_path: Path) -> None:
+    saved("llama", tmp_path)
+    for faults in pool.run(4, checkpoint_jobs.loaded_again, "llama", "dp=2,tp=2", str(tmp_path)):
+        assert faults == []
+
+
+def test_with_replicas_and_with_offload(pool: Pool, tmp_path: Path) -> None:
+    original = saved("llama-tied", tmp_path / "in")
+    targets = {"dp_replicate=2,dp=1,tp=2": str(tmp_path / "replicas")}
+    pool.run(4, checkpoint_jobs.through, "llama-tied", str(tmp_path / "in"), targets, {})
+    pool.run(4, checkpoint_jobs.offloaded, "llama-tied", "dp=2,tp=2", str(tmp_path / "in"), str(tmp_path / "offload"))
+    assert different(original, tmp_path / "replicas") == []
+    assert different(original, tmp_path / "offload") == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_model_says_the_dtype(pool: Pool, tmp_path: Path, dtype: torch.dtype) -> None:
+    """Of a folder in bfloat16; the folder that is saved says which dtype it is in."""
+    original: Any = tiny_models.build("llama").to(torch.bfloat16)
+    original.save_pretrained(tmp_path / "in")
+    pool.run(2, checkpoint_jobs.in_dtype, "llama", "tp=2", str(tmp_path / "in"), str(tmp_path / "out"), dtype)
+    read = type(original).from_pretrained(tmp_path / "out")
+    assert read.dtype == read.config.dtype == dtype
+    for name, tensor in original.state_dict().items():
+        assert torch.equal(read.state_dict()[name], tensor.to(dtype))
+
+
+def test_a_folder_keeps_what_is_not_the_models(pool: Pool, tmp_path: Path) -> None:
+    """Weights of an earlier save go."""
+    source, target = tmp_path / "in", tmp_path / "out"
+    original = saved("llama", source)
+    target.mkdir()
+    (target / "tokenizer.json").write_text("mine")
+    (target / "runs").mkdir()
+    (target / "runs/log").write_text("mine")
+    (target / "model-00001-of-00099.safetensors").write_text("old")
+    pool.run(4, checkpoint_jobs.through, "llama", str(source), {"dp=2,tp=2": str(target)}, {})
+    assert different(original, target) == []
+    assert (target / "tokenizer.json").read_text() == (target / "runs/log").read_text() == "mine"
+    assert not (target / "model-00001-of-00099.safetensors").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"in", "out"}
+
+
+def test_a_file_system_that_cannot_exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folders, "_exchange", lambda one, other: False)
+    for number in (1, 2):
+        partial = folders.beside(tmp_path / "out")
+        folders.begin(partial)
+        (partial / "file").write_text(str(number))
+        folders.put_in_place(partial, tmp_path / "out")
+        assert (tmp_path / "out/file").read_text() == str(number)
+        assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("odd", [False, True])
+def test_a_model_that_is_none_of_transformers(pool: Pool, tmp_path: Path, odd: bool) -> None:
+    state = checkpoint_jobs.Plain().state_dict()
+    source = tmp_path / "in"
+    source.mkdir()
+    save_file(state, source / "model.safetensors")
+    messages = pool.run(4, checkpoint_jobs.plain, str(source), str(tmp_path / "out"), odd)
+    if odd:
+        assert "in no checkpoint, and that transformers does not compute: table" in messages[0]
+    else:
+        assert messages == [""] * 4
+        read = load_file(tmp_path / "out/model.safetensors")
+        assert read.keys() == state.keys()
+        assert all(torch.equal(read[name], state[name]) for name in state)
+
+
+@pytest.mark.parametrize(("terminal", "shown"), [(True, True), (True, False), (False, True)])
+def test_progress_is_shown_on_a_terminal_and_by_one_rank(
+    monkeypatch: pytest.MonkeyPatch, terminal: bool, shown: bool
+) -> None:
+    written = StringIO()
+    monkeypatch.setattr(written, "isatty", lambda: terminal)
+    monkeypatch.setattr("sys.stderr", written)
+    assert list(tracked([1, 2, 3], "loading MODEL", shown=shown)) == [1, 2, 3]
+    assert ("loading MODEL" in written.getvalue()) == (terminal and shown)

@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from shardplan.checkpoint.together import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 ONE_FILE = "model.safetensors"
+OURS = (ONE_FILE, "model-?????-of-?????.safetensors", INDEX, "config.json", "generation_config.json")
 # safetensors' names for dtypes, as `PySafeSlice.get_dtype` gives them
 DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,
@@ -111,7 +113,7 @@ def put_in_place(partial: Path, folder: Path) -> None:
     Where there is something already, the two are exchanged in one step, so that there is a whole folder at any time. On
     a file system that cannot do that, the old one is called ``NAME.previous`` for the moment between two steps.
     """
-    for path in sorted(partial.rglob("*"), reverse=True):
+    for path in partial.rglob("*"):
         sync(path)
     sync(partial)
     if not folder.exists():
@@ -125,6 +127,25 @@ def put_in_place(partial: Path, folder: Path) -> None:
         partial.rename(folder)
         shutil.rmtree(previous)
     sync(folder.parent)
+
+
+def keep_others(folder: Path, partial: Path) -> None:
+    """Have in ``partial`` what ``folder`` holds beside weights and configs: a tokenizer, say, or other folders."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if any(fnmatch(path.name, ours) for ours in OURS) or (partial / path.name).exists():
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.copytree(path, partial / path.name, symlinks=True, copy_function=_linked)
+        else:
+            _linked(path, partial / path.name)
+
+
+def _linked(path: str | Path, other: str | Path) -> None:
+    """Another name for a file; a copy where the file system knows one name only."""
+    try:
+        os.link(path, other, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(path, other, follow_symlinks=False)
 
 
 def discard(partial: Path) -> None:

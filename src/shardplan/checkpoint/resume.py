@@ -137,10 +137,12 @@ def save_checkpoint(
         CheckpointError: on every rank: it could not be written. Earlier checkpoints are as they were.
     """
     applied = required(model)
-    ranks, target = _world(), Path(folder) / f"{PREFIX}{step:08}"
+    ranks, target = _world(), Path(folder).resolve() / f"{PREFIX}{step:08}"
     doing, partial = f"cannot save the checkpoint {target}", beside(target)
     with ranks.together(doing):
         values = copied_to_host if asynchronous else itself
+        if target.exists() and not (target / MARKER).is_file():
+            raise CheckpointError("something else is there, which is not replaced")
         state = _state(model, optimizer, scheduler, ranks.rank, values)
         if ranks.first:
             begin(partial)

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardplan.checkpoint.folder import INDEX, ONE_FILE, begin, beside, discard, put_in_place
+from shardplan.checkpoint.folder import INDEX, ONE_FILE, begin, beside, discard, keep_others, put_in_place
 from shardplan.checkpoint.lazy import Box, LazyTensor, Source, lazy, whole
 from shardplan.checkpoint.load import by_identity, required
 from shardplan.checkpoint.progress import tracked
@@ -36,7 +36,8 @@ def save_weights(model: nn.Module, folder: str | Path, *, max_shard_bytes: int =
     Args:
         model: a model that `apply_plan` has sharded. Every rank of its mesh calls.
         folder: on a file system that all ranks see. It is written as ``.NAME.partial`` beside, and takes its place when
-            all of it is on disk: a process that is killed leaves what was there.
+            all of it is on disk: a process that is killed leaves what was there. Of an earlier folder weights and
+            configs are replaced, and everything else is kept.
         max_shard_bytes: of one file; a larger tensor has a file of its own.
 
     Raises:
@@ -44,7 +45,7 @@ def save_weights(model: nn.Module, folder: str | Path, *, max_shard_bytes: int =
         CheckpointError: on every rank: the folder cannot be written. What was there is as it was.
     """
     applied = required(model)
-    ranks, folder = Ranks.of(model), Path(folder)
+    ranks, folder = Ranks.of(model), Path(folder).resolve()
     partial, doing = beside(folder), f"cannot save weights to {folder}"
     numbers = ranks.gather(ranks.rank)
     try:
@@ -71,6 +72,7 @@ def save_weights(model: nn.Module, folder: str | Path, *, max_shard_bytes: int =
                 if len(files) > 1:
                     _write_index(files, tensors, partial)
                 unsharded.write_config(partial)
+                keep_others(folder, partial)
                 put_in_place(partial, folder)
     except CheckpointError:
         if ranks.first:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from shardplan import _compat
 from shardplan.apply import Applied
 from shardplan.checkpoint.lazy import LazyTensor
+from shardplan.checkpoint.together import CheckpointError
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +61,18 @@ class Unsharded:
             _compat.keep_conversions(self._twin, self._root)
 
     def to_checkpoint(self, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-        """The other direction: of names that are tied one is given, and comes out under the name to save it by."""
+        """The other direction: of names that are tied one is given, and comes out under the name to save it by.
+
+        Raises:
+            CheckpointError: the model is not what its config says, so that nobody could read it.
+        """
         if self._twin is None:
             return dict(tensors)
+        shapes = {name: tuple(tensor.shape) for name, tensor in self._twin.state_dict().items()}
+        if other := [name for name, tensor in tensors.items() if shapes.get(name) != tuple(tensor.shape)]:
+            raise CheckpointError(
+                f"its config builds a model without these tensors, or with other shapes: {', '.join(other[:5])}"
+            )
         _compat.keep_conversions(self._root, self._twin)
         ignored = self._twin._keys_to_ignore_on_save or ()
         kept = {name: tensor for name, tensor in tensors.items() if name not in ignored}
