@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from shardplan.attention import HeadInfo, head_info
 from shardplan.class_source import interleaves, reads_children
 from shardplan.configuration import dropout, slides, text_config, whole_numbers
+from shardplan.experts import ExpertsInfo, experts_info
 from shardplan.styles import Kind
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class ModuleInfo:
         sizes: its whole numbers by attribute.
         reads_children: whether its methods read weights of modules below it by themselves.
         interleaves: whether queries, keys and values lie in one projection head by head, and not one behind the other.
+        experts: how routed experts lie in it, where it holds some.
     """
 
     fqn: str
@@ -63,6 +65,7 @@ class ModuleInfo:
     attention: HeadInfo | None = None
     reads_children: bool = False
     interleaves: bool = False
+    experts: ExpertsInfo | None = None
 
     @property
     def features(self) -> tuple[int, int]:
@@ -210,6 +213,7 @@ def _module_info(fqn: str, outermost: str, path: str, module: nn.Module, nn: Any
         attention=head_info(module),
         reads_children=_reads_own_children(module),
         interleaves=_lies_head_by_head(module),
+        experts=experts_info(module),
     )
 
 

@@ -148,7 +148,8 @@ class _Lowering:
     def _parameter(self, parameter: ResolvedParameter, module: ResolvedModule) -> CompiledParameter:
         info, style = parameter.info, parameter.style
         dim = split_dim(style, module, info.name)
-        added_once = dim is None and info.name == "bias" and style is not None and style.adds_bias_once
+        bias_once = info.name == "bias" and style is not None and style.adds_bias_once
+        added_once = dim is None and (bias_once or (style is not None and style.added_once))
         return CompiledParameter(
             fqn=info.fqn,
             name=info.name,

@@ -62,14 +62,13 @@ class ResidualStream:
 
     @cached_property
     def regions(self) -> frozenset[str]:
-        """Modules that gather the stream for all below them and cut it again behind. No blocks: all is whole there."""
-        return frozenset(
-            module.fqn
-            for module in self._resolved.modules
-            if module.block is None and module.fqn not in self._around_blocks
-            if _turns(input_conversion(module), STREAM, REPLICATE)
-            and _turns(output_conversion(module), REPLICATE, STREAM)
-        )
+        """Modules where all is whole: they gather the stream for what is below them, and cut it again behind.
+
+        They hold no blocks. A Linear from the stream's width into another one need only gather, as what it gives is
+        not the stream, and one back from there need only cut.
+        """
+        outside = (m for m in self._resolved.modules if m.block is None and m.fqn not in self._around_blocks)
+        return frozenset(module.fqn for module in outside if _whole_inside(module))
 
     def _first_layer(self) -> str | None:
         """The member of a list of modules that holds the first block, or is it."""
@@ -109,6 +108,13 @@ def takes_no_activation(module: ResolvedModule) -> str:
     if module.style is not None and module.style.positions:
         return "takes an activation for its dtype and device alone"
     return ""
+
+
+def _whole_inside(module: ResolvedModule) -> bool:
+    gathers = _turns(input_conversion(module), STREAM, REPLICATE)
+    cuts = _turns(output_conversion(module), REPLICATE, STREAM)
+    changes_width = module.info.kind.is_linear and len(set(module.info.features)) > 1
+    return gathers or cuts if changes_width else gathers and cuts
 
 
 def _turns(conversion: Conversion | None, source: Layout, target: Layout) -> bool:

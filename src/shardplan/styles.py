@@ -65,6 +65,7 @@ class Style:
             reads its share.
         parts: styles of what lies below, by name; a rule that is more specific may say otherwise.
         counted_once: its output is the same on every rank and goes into a sum over tp: each rank gives its share.
+        added_once: a whole parameter that goes into a sum over tp as it is: each rank adds its share of it.
         bias_once: a whole linear whose input is a part of a sum: each rank adds its share of the bias.
         positions: whether the module is handed the positions of the full sequence, also where the embedding's output,
             from which models count them, is cut.
@@ -85,6 +86,7 @@ class Style:
     sections: tuple[Section, ...] = ()
     local_sizes: tuple[str, ...] = ()
     parts: tuple[tuple[str, Style], ...] = ()
+    added_once: bool = False
     bias_once: bool = False
     counted_once: bool = False
     positions: bool = False
@@ -217,6 +219,11 @@ STYLES: dict[str, Style] = {
             gradient=Gradient.PARTIAL,
             counted_once=True,
             subtree=True,
+        ),
+        Style(
+            "added_once",
+            "a whole parameter that is added to a part of a sum, such as a bias of experts: each rank adds its share",
+            added_once=True,
         ),
         _SHARD,
         _BLOCK,

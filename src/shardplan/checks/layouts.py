@@ -276,6 +276,12 @@ def fault(
     """A finding about an edge, at the rule of its module or at another one that makes the fault with it."""
     rules = (module.rule, *also)
     message = f"{message}{target.see(*rules)}"
-    # Position tables take an activation for its dtype and device alone.
-    severity = Severity.WARNING if module.style is not None and module.style.positions else Severity.ERROR
+    severity = Severity.WARNING if _only_stated(target, module) else Severity.ERROR
     return Diagnostic("SP204", message, target.where(*rules), general(module.fqn), expected, hint, severity)
+
+
+def _only_stated(target: Target, module: ResolvedModule) -> bool:
+    """Whether the output of position tables, which takes part in no layout, is named otherwise but not converted."""
+    given = output_conversion(module)
+    positions = module.style is not None and module.style.positions
+    return positions and not (given and _converts(target, module, given))

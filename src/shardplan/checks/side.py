@@ -10,9 +10,11 @@ from shardplan.checks.names import general
 from shardplan.checks.packed import known_lengths
 from shardplan.checks.target import Target, listed
 from shardplan.diagnostics import Diagnostic
-from shardplan.inventory import ParameterInfo
+from shardplan.inventory import ParameterInfo, ancestors
 from shardplan.resolve import ResolvedModule, ResolvedParameter
 from shardplan.styles import Kind, Split
+
+HEADS = "num_attention_heads"
 
 
 def check_side_parameters(target: Target) -> Iterator[Diagnostic]:
@@ -25,8 +27,10 @@ def check_side_parameters(target: Target) -> Iterator[Diagnostic]:
     for group in target.groups:
         widths = {member.module.info.features[0]: member.name for member in group.of_role("producer")}
         for module in _beside(target, group):
+            others = _whole_widths(target, module) | (_counts(group.owner) if module is not group.owner else set())
+            given = {width: name for width, name in widths.items() if width not in others}
             for parameter in module.parameters:
-                covered = _covered(parameter.info, group.owner, module, widths)
+                covered = _covered(parameter.info, group.owner, module, given)
                 if covered and not _is_cut(parameter):
                     yield _fault(target, parameter, covered)
 
@@ -41,6 +45,18 @@ def _beside(target: Target, group: Group) -> Iterator[ResolvedModule]:
     if not group.is_block and prefix:
         own = (m for m in target.resolved.modules if m.fqn.startswith(prefix) and m.info.kind is Kind.OTHER)
         yield from own
+
+
+def _counts(owner: ResolvedModule) -> set[int]:
+    """How many heads there are: a norm that wide is not one over a gate that has a feature for each head."""
+    return {value for name, value in owner.info.sizes if "heads" in name}
+
+
+def _whole_widths(target: Target, module: ResolvedModule) -> set[int]:
+    """What linears that stay whole give right beside a module, which then takes from them: in an indexer of its own."""
+    around = next(ancestors(module.fqn), None)
+    beside = (m for m in target.resolved.modules if m.info.kind.is_linear and next(ancestors(m.fqn), None) == around)
+    return {m.info.features[0] for m in beside if not any(_is_cut(parameter) for parameter in m.parameters)}
 
 
 def _covered(
@@ -162,30 +178,35 @@ def _misplaced_shard(
             "activations are whole outside of blocks, and each rank would have a part of it",
             "a place inside a block",
         )
-    if group is None or _follows_heads(shape, dim, group, module) or _pairs(target, parameter, module, shape[dim]):
+    if group is None or _follows_heads(target, shape, dim, group, module) or _pairs(target, parameter, module):
         return None  # without a group: what is wrong with its block is said already
     return f"nothing else in {group.name} is cut along a dim of {shape[dim]}", "a dim of heads or of cut features"
 
 
-def _follows_heads(shape: tuple[int, ...], dim: int, group: Group, module: ResolvedModule) -> bool:
+def _follows_heads(target: Target, shape: tuple[int, ...], dim: int, group: Group, module: ResolvedModule) -> bool:
     """Whether a dim counts the heads of attention, or the features that a linear of the group gives in parts."""
     heads = group.owner.info.attention
     widths = {member.module.info.features[0] for member in group.of_role("producer")}
     if heads is not None and dim == 0 and _counts_heads(shape, heads, of_owner=module is group.owner):
         return True
+    if heads is None and module is group.owner and shape == (target.resolved.inventory.size(HEADS, module.fqn),):
+        return True  # latent attention tells of no head dim
     return shape[dim] in widths and (heads is None or shape[dim] != heads.head_dim)
 
 
-def _pairs(target: Target, parameter: ResolvedParameter, module: ResolvedModule, length: int) -> bool:
+def _pairs(target: Target, parameter: ResolvedParameter, module: ResolvedModule) -> bool:
     """Fused experts: what one parameter gives in parts, another one of the module takes in parts."""
     others = [p for p in module.parameters if p is not parameter and p.style is not None and p.style.split is Split.DIM]
-    lengths = _section_lengths(target, parameter, module) or {length}
-    return any(lengths & (_section_lengths(target, other, module) or _cut_length(other)) for other in others)
+    lengths = _lengths(target, parameter, module)
+    return any(lengths & _lengths(target, other, module) for other in others)
 
 
-def _section_lengths(target: Target, parameter: ResolvedParameter, module: ResolvedModule) -> set[int]:
+def _lengths(target: Target, parameter: ResolvedParameter, module: ResolvedModule) -> set[int]:
+    """Of its sections; of one without, its own, and half of it where the module takes gate and up in turns."""
     (whole,) = _cut_length(parameter) or (0,)
-    return set(known_lengths(target.resolved.inventory, module, parameter.style, whole))
+    sections = set(known_lengths(target.resolved.inventory, module, parameter.style, whole))
+    in_turns = module.info.experts is not None and not module.info.experts.concatenated
+    return sections or ({whole, whole // 2} if in_turns else {whole})
 
 
 def _cut_length(parameter: ResolvedParameter) -> set[int]:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shardplan.checks.names import general
+from shardplan.experts import BIAS, GIVING, TAKING, ExpertsInfo
 from shardplan.hf.infer import infer, is_mamba2
 from shardplan.hf.structure import Structure, is_norm, language_model, owns_parameters, tower_layers
 from shardplan.hf.styles import HF_STYLES, Meaning
@@ -102,12 +103,12 @@ class _Derivation:
         self.treatments.setdefault(name, treatment)
 
     def _ends(self) -> None:
-        """The table of words, cut over them, and the head, which hands its logits on as they are."""
+        """The tables of words, cut over them, and the head, which hands its logits on as they are."""
         if not self.meant:
             return
-        embedding, head = self.inventory.embedding, self.inventory.head
-        if embedding is not None and self.inventory.by_fqn[embedding].kind is Kind.EMBEDDING:
-            self._say(embedding, Treatment("embedding_rowwise"))
+        for table in self.structure.tables_of_words:
+            self._say(table, Treatment("embedding_rowwise"))
+        head = self.inventory.head
         if head is not None and self.inventory.by_fqn[head].kind is Kind.LINEAR:
             self._say(head, Treatment("colwise", output=Conversion(shard(-1), shard(-1))))
 
@@ -157,9 +158,10 @@ class _Derivation:
         return (Section("heads", str(linear.features[0])),)
 
     def _parameter_in_block(self, module: ModuleInfo, parameter: ParameterInfo) -> None:
-        """A parameter that transformers' plan names by itself, such as those of fused experts."""
+        if module.experts is not None and any(p.fqn in self.meant for p in module.parameters):
+            self._say(parameter.fqn, self._of_experts(module.experts, parameter))
+            return
         meaning, shape = self.meant.get(parameter.fqn), parameter.shape
-        source = general(parameter.fqn)
         dims: dict[Meaning, int] = {
             Meaning.CUT_OUTPUT: max(len(shape) - 2, 0),
             Meaning.CUT_INPUT: len(shape) - 1,
@@ -170,11 +172,24 @@ class _Derivation:
             dim = dims[meaning]
             packed = meaning in (Meaning.PACKED_OUTPUT, Meaning.PACKED_LAST)
             sections = _halves(shape[dim]) if packed else ()
-            self._say(parameter.fqn, Treatment("shard", dim=dim, sections=sections, source=source))
+            self._say(parameter.fqn, Treatment("shard", dim=dim, sections=sections, source=self._key(parameter.fqn)))
         elif not self._is_cut(module):
             opens = self.treatments.get(module.fqn, _PARTIAL).style == "block"
             name = parameter.fqn if opens else module.fqn
             self._say(name, Treatment("replicated_with_grad_allreduce", source=self._key(name)))
+
+    def _of_experts(self, experts: ExpertsInfo, parameter: ParameterInfo) -> Treatment:
+        """Where their features lie the module says; transformers' plans may speak of the order in checkpoints."""
+        key, projection = self._key(parameter.fqn), parameter.name.removesuffix(BIAS)
+        if projection in GIVING:
+            dim = experts.given if len(parameter.shape) == 3 else 1
+            packed = experts.gated and experts.concatenated
+            return Treatment("shard", dim=dim, sections=_halves(parameter.shape[dim]) if packed else (), source=key)
+        if projection == TAKING and len(parameter.shape) == 3:
+            return Treatment("shard", dim=experts.taken, source=key)
+        if projection == TAKING:
+            return Treatment("added_once", source=key)
+        return Treatment("replicated_with_grad_allreduce", source=key)
 
     def _is_cut(self, module: ModuleInfo) -> bool:
         cut = {Meaning.CUT_OUTPUT, Meaning.CUT_INPUT, Meaning.PACKED_OUTPUT, Meaning.IDENTITY_EXPERT}
@@ -189,7 +204,11 @@ class _Derivation:
         if is_norm(self.inventory, child):
             self._say(child.fqn, Treatment("sequence_parallel"))
         elif child.fqn not in gathers:
-            self._say(child.fqn, Treatment("replicate", input=GATHERED, output=SCATTERED))
+            takes, gives = self.structure.meets_stream(child)
+            self._say(
+                child.fqn,
+                Treatment("replicate", input=GATHERED if takes else None, output=SCATTERED if gives else None),
+            )
 
     def _stream(self) -> None:
         """Cut before the first layer, gathered by the norm behind the last: where there is one list and one norm."""

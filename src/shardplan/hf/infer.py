@@ -6,9 +6,10 @@ Whatever is inferred is printed as derived, checked like any rule, and proven li
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from shardplan.checks.names import last
+from shardplan.experts import GIVING, TAKING
 from shardplan.hf.styles import Meaning
 from shardplan.inventory import Inventory, ModuleInfo, ancestors
 
@@ -32,17 +33,33 @@ _MIXER_SIZES = {"num_heads", "n_groups", "intermediate_size", "conv_dim", "ssm_s
 
 
 def infer(inventory: Inventory, meant: Mapping[str, Meaning]) -> dict[str, Meaning]:
-    """Meanings of linears, and of parameters by head, where transformers' plan speaks of no sibling either."""
+    """Meanings of linears, experts and parameters by head, where transformers' plan speaks of no sibling either."""
     base = next(ancestors(inventory.embedding), "") if inventory.embedding else None
+    inside = [m for m in inventory.modules if base is not None and m.fqn.startswith(f"{base}." if base else "")]
     found: dict[str, Meaning] = {}
-    for module in inventory.modules if base is not None else ():
+    for module in inside:
+        if module.experts is not None and not module.experts.normed and not _said(module, meant):
+            found |= dict(_of_experts(module)) if _child_of_layer(inventory, module.fqn) else {}
+    cut = {*meant, *found}
+    for module in inside:
         children = {last(m.fqn): m for m in inventory.children.get(module.fqn, ())}
-        inside = module.fqn.startswith(f"{base}." if base else "") and _stands_alone(inventory, module.fqn, meant)
         said = any(m.fqn in meant for m in children.values()) or module.fqn in meant
-        for name, meaning in _of_children(module, children) if inside and not said else ():
+        if said or not _stands_alone(inventory, module.fqn, cut):
+            continue
+        for name, meaning in _of_children(module, children):
             found[children[name].fqn] = meaning
             found |= {parameter.fqn: Meaning.CUT_OUTPUT for parameter in module.parameters}  # one entry for each head
     return found
+
+
+def _said(module: ModuleInfo, meant: Mapping[str, Meaning]) -> bool:
+    return module.fqn in meant or any(parameter.fqn in meant for parameter in module.parameters)
+
+
+def _of_experts(module: ModuleInfo) -> Iterator[tuple[str, Meaning]]:
+    for parameter in module.parameters:
+        if parameter.name in (*GIVING, TAKING):
+            yield parameter.fqn, Meaning.CUT_INPUT if parameter.name == TAKING else Meaning.CUT_OUTPUT
 
 
 def is_mamba2(inventory: Inventory, module: ModuleInfo) -> bool:
@@ -54,17 +71,20 @@ def is_mamba2(inventory: Inventory, module: ModuleInfo) -> bool:
     return known and sizes["n_groups"] > 1
 
 
-def _stands_alone(inventory: Inventory, fqn: str, meant: Mapping[str, Meaning]) -> bool:
-    """Whether a decoder layer runs the module itself, or transformers cuts what it is a part of.
+def _stands_alone(inventory: Inventory, fqn: str, cut: Collection[str]) -> bool:
+    """Whether a decoder layer runs the module itself, or something beside it is cut.
 
     A small MLP inside a norm is neither.
     """
+    child = _child_of_layer(inventory, fqn)
+    return child is not None and (child == fqn or any(name.startswith(f"{child}.") for name in cut))
+
+
+def _child_of_layer(inventory: Inventory, fqn: str) -> str | None:
+    """The module that a decoder layer runs and that ``fqn`` is, or is a part of."""
     around = [fqn, *ancestors(fqn)]
     layers = [n for n in range(1, len(around) - 1) if inventory.by_fqn[around[n + 1]].container]
-    if not layers:
-        return False
-    child = around[layers[-1] - 1]
-    return child == fqn or any(name.startswith(f"{child}.") for name in meant)
+    return around[layers[-1] - 1] if layers else None
 
 
 def _of_children(module: ModuleInfo, children: Mapping[str, ModuleInfo]) -> Iterator[tuple[str, Meaning]]:

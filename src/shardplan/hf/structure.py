@@ -8,6 +8,7 @@ from functools import cached_property
 
 from shardplan.hf.styles import Meaning
 from shardplan.inventory import Inventory, ModuleInfo, ancestors
+from shardplan.styles import Kind
 
 CUT_IN_LAYERS = (Meaning.CUT_OUTPUT, Meaning.CUT_INPUT, Meaning.GATHERED_OUTPUT, Meaning.EXPERTS)
 
@@ -68,6 +69,35 @@ class Structure:
         norms = [m.fqn for m in siblings if not m.container and is_norm(self.inventory, m)]
         behind = [fqn for fqn in norms if self._order[fqn] > self._order[self.lists[0]]]
         return behind[0] if behind else norms[-1] if norms else None
+
+    @cached_property
+    def tables_of_words(self) -> tuple[str, ...]:
+        """The input embedding, and Embeddings beside it with about as many rows: Gemma 4 has one for all its layers."""
+        embedding = self.inventory.by_fqn.get(self.inventory.embedding or "")
+        if embedding is None or embedding.kind is not Kind.EMBEDDING:
+            return ()
+        beside = self.inventory.children[next(ancestors(embedding.fqn))]
+        # One with a norm inside would norm a part of what it looks up.
+        tables = [
+            m for m in beside if m.kind is Kind.EMBEDDING and not any(below.parameters for below in self.below(m.fqn))
+        ]
+        return tuple(table.fqn for table in tables if 2 * table.features[0] > embedding.features[0])
+
+    def meets_stream(self, child: ModuleInfo) -> tuple[bool, bool]:
+        """Whether a layer's child takes the stream, and gives it: a Linear into another width and one out of it do one.
+
+        Gemma 4 has such a pair, around a product with an input that layers have for each token.
+        """
+        if not child.kind.is_linear or self.width is None or self.width not in child.features:
+            return True, True
+        gives, takes = child.features
+        return takes == self.width, gives == self.width
+
+    @cached_property
+    def width(self) -> int | None:
+        """Of the stream, which the final norm knows."""
+        norm = self.inventory.by_fqn[self.final_norm] if self.final_norm else None
+        return norm.parameters[0].shape[0] if norm and norm.parameters[0].shape else None
 
     @cached_property
     def _order(self) -> dict[str, int]:

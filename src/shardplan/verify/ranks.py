@@ -39,7 +39,7 @@ class LocalRanks:
         self._start()
 
     def run(
-        self, function: Callable[..., Any], *args: Any, size: int | None = None, timeout: float = 120.0
+        self, function: Callable[..., Any], *args: Any, size: int | None = None, timeout: float = 300.0
     ) -> list[Any]:
         """Call ``function(*args)`` on every rank of a fresh gloo world; the results in rank order.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, prod
 from typing import Any
 
 import torch
@@ -140,11 +140,27 @@ def _small_fields(fields: Mapping[str, Any], tp: int, small_tp: int, layers: int
             found[name] = None if name == "dtype" else value  # proofs run in fp32
         elif isinstance(value, dict) and "rope" in name:
             found[name] = _rope(value, scale)
+        elif isinstance(value, dict) and name == "per_layer_config":
+            found[name] = {
+                layer: {field: _small_value(field, own, scale, vocabulary, total) for field, own in differing.items()}
+                for layer, differing in value.items()
+                if int(layer) < layers
+            }
         elif isinstance(value, dict) and name.endswith("config"):
             found[name] = _small_fields(value, tp, small_tp, layers, head_dim)
         else:
             found[name] = _small_value(name, value, scale, vocabulary, total)
-    return found
+    return {**found, **dict(_products(fields, found))}
+
+
+# Widths that a configuration states beside the factors that they are a product of.
+PRODUCTS = {"mamba_d_ssm": ("mamba_n_heads", "mamba_d_head")}
+
+
+def _products(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    for name, factors in PRODUCTS.items():
+        if before.get(name) and before[name] == prod(before.get(factor) or 0 for factor in factors):
+            yield name, prod(after[factor] for factor in factors)
 
 
 def _small_value(name: str, value: Any, scale: Scale, vocabulary: int, total: int) -> Any:
