@@ -11,7 +11,7 @@ help:
 	@echo "make test    all tests"
 	@echo "make parity  the parity contract in every combination, about an hour; writes docs/parity.md"
 	@echo "make campaign  every mutation of the shipped plans against the checker, hours; writes docs/campaign.md"
-	@echo "make sweep   every model of transformers with a plan of its own, half an hour; writes docs/coverage.md"
+	@echo "make sweep   every model of transformers with a plan of its own, hours; writes docs/coverage.md"
 	@echo "make check   lint, format, types, and the tests that need no processes"
 	@echo "make format  rewrite the sources as ruff wants them"
 	@echo "make schema  write the two files in schemas anew"
@@ -35,7 +35,10 @@ campaign: $(READY)
 	$(BIN)/python tests/campaign.py --write
 
 sweep: $(READY)
-	$(BIN)/python tests/sweep.py --write
+	@mkdir -p build && rm -f build/sweep.jsonl
+	$(BIN)/python tests/sweep.py --record build/sweep.jsonl
+	$(BIN)/python tests/sweep.py --hf --record build/sweep.jsonl
+	$(BIN)/python tests/sweep.py --flags --record build/sweep.jsonl --write
 
 check: $(READY)
 	@$(MAKE) --no-print-directory --jobs 2 lint types quick-tests

@@ -3,18 +3,21 @@
 ``python tests/sweep.py --write`` (``make sweep``) takes transformers' own plan for each as ``"auto"`` does, checks it,
 and lets ``--verify`` prove it on two local ranks in both modes: logits, every gradient, replicas, the norm, two
 micro-batches, AdamW steps. docs/coverage.md is its table. ``--only NAME`` looks at one type.
+
+Two other passes fill in columns of the same rows: ``--hf`` what transformers' own tensor parallelism makes of the same
+small models (tests/sweep_hf.py), ``--flags`` what becomes of the verdict where one boolean field of the configuration
+is flipped (tests/sweep_flags.py). With ``--record FILE`` each pass keeps what the others found.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,8 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+import sweep_flags
+import sweep_hf
 from shardplan.check import check
 from shardplan.checks.names import general
 from shardplan.checks.target import Target
@@ -40,33 +45,12 @@ from shardplan.resolve import ResolvedPlan, resolve
 from shardplan.styles import Split
 from shardplan.verify.prove import make_subject, prove
 from shardplan.verify.ranks import LocalRanks
+from sweep_rows import EXACT, Row, read_record, record
+from sweep_table import DOCUMENT, table
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "coverage.md"
 MESH = parse_mesh("dp=1,tp=2")
 OURS = Plan(HF, Location(HF), over_hf=True)
-EXACT = "exact"
 RAISES = "SP401"
-
-
-@dataclass(frozen=True)
-class Row:
-    """One type of model: what came of its plan in each mode, and how much of it is cut.
-
-    Attributes:
-        tp, sp: ``exact``; ``refused: ...`` by the checks; ``raises: ...`` or ``WRONG: ...`` though they let it pass.
-        body: percent of the parameters beside embedding and head that are cut.
-        calls, hf_calls: collectives over tp for a forward and a backward, ours and those that transformers' own styles
-            make, on the default configuration.
-    """
-
-    type: str
-    model: str
-    tp: str
-    sp: str
-    body: float
-    calls: int
-    hf_calls: int
-    seconds: float
 
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -95,30 +79,100 @@ def _text_class(config: Any) -> Any:
     return next((config.sub_configs[name] for name in ("text_config",) if name in config.sub_configs), config)
 
 
-def configuration(name: str) -> Any:
-    return CONFIG_MAPPING[name](**NEEDED.get(name, {}))
+def configuration(name: str, **fields: Any) -> Any:
+    """The default one, with ``fields`` of the language model."""
+    needed, config_class = NEEDED.get(name, {}), CONFIG_MAPPING[name]
+    if fields and _text_class(config_class) is not config_class:
+        text = config_class(**needed).get_text_config().to_dict()
+        return config_class(**needed, text_config={**text, **fields})
+    return config_class(**{**needed, **fields})
 
 
-def look(ranks: LocalRanks, name: str) -> Row:
-    start = time.monotonic()
+class NotLookedAtError(Exception):
+    """A type of which there is no model, or no plan."""
+
+    def __init__(self, said: str, model: str = "") -> None:
+        super().__init__(said)
+        self.model = model
+
+
+def build(name: str, **fields: Any) -> nn.Module:
+    """The model of a type on the meta device, with its default configuration but for ``fields``.
+
+    Raises:
+        NotLookedAtError: it cannot be built, or has no plan.
+    """
     try:
-        config = configuration(name)
+        config = configuration(name, **fields)
         with torch.device("meta"):
             model: nn.Module = AutoModelForCausalLM.from_config(config)
     except Exception as error:  # noqa: BLE001 - any model's own code on its own defaults
-        said = f"not built from its own default configuration: {_line(error)}"
-        return Row(name, "", said, said, 0.0, 0, 0, 0.0)
-    inventory = take_inventory(model)
-    if not inventory.tp_plan:
+        of = f"its default configuration with {fields}" if fields else "its own default configuration"
+        raise NotLookedAtError(f"not built from {of}: {_line(error)}") from None
+    if not getattr(model, "tp_plan", None):
         said = "no plan: the class does not take it up from its configuration"
-        return Row(name, inventory.architectures[0], said, said, 0.0, 0, 0, 0.0)
+        raise NotLookedAtError(said, type(model).__name__)
+    return model
+
+
+def look(ranks: LocalRanks, row: Row) -> Row:
+    """The row with our own verdicts."""
+    start = time.monotonic()
+    try:
+        model = build(row.type)
+    except NotLookedAtError as error:
+        return replace(row, model=error.model, tp=str(error), sp=str(error))
+    inventory = take_inventory(model)
     resolved = resolve(OURS, inventory)
-    verdicts = [_verdict(ranks, model, resolved, sequence_parallel) for sequence_parallel in (False, True)]
+    tp, sp = (verdict(ranks, model, resolved, sequence_parallel) for sequence_parallel in (False, True))
     calls, hf_calls = _calls(resolved), hf_collectives(inventory)
-    return Row(name, inventory.architectures[0], *verdicts, _body(resolved), calls, hf_calls, time.monotonic() - start)
+    seconds = round(time.monotonic() - start, 1)
+    return replace(
+        row,
+        model=inventory.architectures[0],
+        tp=tp,
+        sp=sp,
+        body=_body(resolved),
+        calls=calls,
+        hf_calls=hf_calls,
+        seconds=seconds,
+    )
 
 
-def _verdict(ranks: LocalRanks, model: nn.Module, resolved: ResolvedPlan, sequence_parallel: bool) -> str:
+def look_at_hf(ranks: LocalRanks, row: Row) -> Row:
+    """The row with what transformers' own tensor parallelism gives."""
+    try:
+        model = build(row.type)
+        hf = sweep_hf.verdict(ranks, model)
+    except NotLookedAtError as error:
+        return replace(row, model=error.model, hf=str(error))
+    except PlanError as error:
+        return replace(row, model=type(model).__name__, hf=f"not shrunk: {error.diagnostics[0].message}")
+    return replace(row, model=type(model).__name__, hf=hf, hf_body=sweep_hf.share(take_inventory(model)))
+
+
+def look_at_flags(ranks: LocalRanks, row: Row) -> Row:
+    """The row with our own verdicts where one boolean field is flipped."""
+    try:
+        default: Any = build(row.type)
+    except NotLookedAtError as error:
+        return replace(row, model=error.model, flags={})
+    found: dict[str, tuple[str, str]] = {}
+    for field, value in sweep_flags.booleans(default.config.get_text_config()):
+        name = f"{field}={not value}".lower()
+        try:
+            flipped = build(row.type, **{field: not value})
+        except NotLookedAtError as error:
+            found[name] = (str(error), str(error))
+            continue
+        if sweep_flags.changes(default, flipped):
+            resolved = resolve(OURS, take_inventory(flipped))
+            found[name] = (verdict(ranks, flipped, resolved, False), verdict(ranks, flipped, resolved, True))
+    return replace(row, model=type(default).__name__, flags=found)
+
+
+def verdict(ranks: LocalRanks, model: nn.Module, resolved: ResolvedPlan, sequence_parallel: bool) -> str:
+    """Of the checks, and where these pass, of the proof."""
     target = Target(resolved, MESH, sequence_parallel)
     refused = errors(check(target))
     if refused:
@@ -175,56 +229,29 @@ def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:160]
 
 
-# ---------------------------------------------------------------- the table
-
-INTRODUCTION = f"""# What becomes of transformers' own plans
-
-<!-- written by tests/sweep.py -->
-
-Each row is a causal language model of transformers {transformers.__version__} whose configuration has a `tp_plan`. The
-plan is taken as `extends: hf` takes it and completed; the model is made small by `--verify`'s shrinker, given random
-weights, norms and routers, and compared on two local ranks with the unsharded one: logits, every gradient, replicas,
-the gradient norm over two micro-batches, parameters after AdamW steps, in tensor parallel (TP) and sequence parallel
-(SP). *Body* is the share of the parameters beside embedding and head that is cut. *Calls* are collectives over tp in
-one forward and backward of the default configuration in TP, ours and, by the meaning of its styles, transformers' own.
-"""
-
-
-def table(rows: Iterable[Row]) -> str:
-    listed = sorted(rows, key=lambda row: row.type)
-    built = [row for row in listed if row.model]
-    lines = [INTRODUCTION]
-    if len(listed) < len(types()):
-        lines.append(f"Looked at so far: {len(listed)} of {len(types())} types.\n")
-    for mode, verdicts in (("TP", [row.tp for row in built]), ("SP", [row.sp for row in built])):
-        exact, wrong = verdicts.count(EXACT), sum(verdict.startswith("WRONG") for verdict in verdicts)
-        share = 100 * exact / len(verdicts) if verdicts else 0
-        lines.append(f"- {mode}: {exact} of {len(verdicts)} exact ({share:.1f} %), {wrong} wrong")
-    large = sum(row.body >= 90 for row in built if row.tp == EXACT)
-    lines += [
-        f"- at least 90 % of the body cut: {large} of the {sum(row.tp == EXACT for row in built)} exact in TP",
-        "",
-    ]
-    lines += [
-        "| type | class | TP | SP | body | calls | transformers' calls |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for row in listed:
-        cells = (row.type, row.model, row.tp, row.sp, f"{row.body:g} %", str(row.calls), str(row.hf_calls))
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def read_table() -> dict[str, tuple[str, str]]:
-    """The verdicts of docs/coverage.md by type."""
-    rows = (line.strip("| \n").split(" | ") for line in DOCUMENT.read_text().splitlines() if line.startswith("| "))
-    return {cells[0]: (cells[2], cells[3]) for cells in rows if len(cells) == 7 and cells[0] not in ("type", "---")}
-
-
 def sweep(names: Iterable[str]) -> Iterator[Row]:
     with LocalRanks(2) as ranks:
         for name in names:
-            yield look(ranks, name)
+            yield look(ranks, Row(name))
+
+
+# ---------------------------------------------------------------- the command
+
+Look = Callable[[LocalRanks, Row], Row]
+# By pass: what looks, whether a row has been looked at, and what to print of it.
+PASSES: dict[str, tuple[Look, Callable[[Row], bool], Callable[[Row], str]]] = {
+    "own": (
+        look,
+        lambda row: bool(row.tp),
+        lambda row: f"TP {row.tp[:200]} | SP {row.sp[:200]} | {row.body} % {row.seconds:.0f} s",
+    ),
+    "flags": (
+        look_at_flags,
+        lambda row: row.flags is not None,
+        lambda row: "; ".join(f"{flag}: {tp[:120]} | {sp[:120]}" for flag, (tp, sp) in (row.flags or {}).items()),
+    ),
+    "hf": (look_at_hf, lambda row: bool(row.hf), lambda row: f"transformers: {row.hf} | {row.hf_body} %"),
+}
 
 
 def main() -> None:
@@ -235,23 +262,24 @@ def main() -> None:
     parser.add_argument("--only", action="append", help="one type of model; may be repeated")
     parser.add_argument("--half", type=int, choices=(0, 1), help="every other type alone, for two runs side by side")
     parser.add_argument("--record", type=Path, help="a file for the rows, one JSON object a line; rows there are kept")
+    for other in ("hf", "flags"):
+        parser.add_argument(f"--{other}", dest="name", action="store_const", const=other, help="that pass alone")
+    parser.set_defaults(name="own")
     parser.add_argument("--write", action="store_true", help="write docs/coverage.md")
     arguments = parser.parse_args()
-    known = {}
-    if arguments.record and arguments.record.exists():
-        known = {row["type"]: Row(**row) for row in map(json.loads, arguments.record.read_text().splitlines())}
+    known = read_record(arguments.record)
     chosen = types() if arguments.half is None else types()[arguments.half :: 2]
-    for name in arguments.only or chosen:
-        if name in known and not arguments.only:
-            continue
-        (known[name],) = sweep([name])
-        row = known[name]
-        print(f"{row.type}: TP {row.tp[:200]} | SP {row.sp[:200]} | {row.body} % {row.seconds:.0f} s", file=sys.stderr)
-        if arguments.record:
-            with arguments.record.open("a") as file:
-                print(json.dumps(asdict(row)), file=file)
+    take, taken, shown = PASSES[arguments.name]
+    with LocalRanks(2) as ranks:
+        for name in arguments.only or chosen:
+            if name in known and taken(known[name]) and not arguments.only:
+                continue
+            known[name] = take(ranks, known.get(name, Row(name)))
+            print(f"{name}: {shown(known[name])}", file=sys.stderr)
+            if arguments.record:
+                record(arguments.record, known[name])
     if arguments.write:
-        DOCUMENT.write_text(table(known.values()))
+        DOCUMENT.write_text(table(known.values(), len(types())))
 
 
 if __name__ == "__main__":
