@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from math import prod
 from pathlib import Path
 
@@ -47,6 +48,11 @@ PARTS = {
 }
 
 
+@cache
+def meta(name: str) -> nn.Module:
+    return tiny_models.build_meta(name)
+
+
 def elements(parameters: Iterable[CompiledParameter]) -> int:
     return sum(prod(parameter.shape) for parameter in parameters)
 
@@ -55,7 +61,7 @@ def elements(parameters: Iterable[CompiledParameter]) -> int:
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_the_language_model_is_cut_and_the_tower_is_whole_in_units(name: str, sequence_parallel: bool) -> None:
     base, tower, _ = PARTS[name]
-    model = tiny_models.build_meta(name)
+    model = meta(name)
     compiled = compile_plan(OURS, model, "dp=2,tp=2", sequence_parallel=sequence_parallel)
     language = [p for p in compiled.parameters if p.fqn.startswith(f"{base}.") or "lm_head" in p.fqn]
     others = [p for p in compiled.parameters if p not in language]
@@ -70,7 +76,7 @@ def test_the_language_model_is_cut_and_the_tower_is_whole_in_units(name: str, se
 def test_what_stays_whole_is_said(name: str) -> None:
     """One note each, and nothing worse, in both modes."""
     base, tower, others = PARTS[name]
-    model = tiny_models.build_meta(name)
+    model = meta(name)
     for sequence_parallel in (False, True):
         found = check_plan(OURS, model, "dp=2,tp=2", sequence_parallel=sequence_parallel)
         assert {finding.severity for finding in found} == {Severity.NOTE}
@@ -81,7 +87,7 @@ def test_what_stays_whole_is_said(name: str) -> None:
 
 
 def test_what_transformers_would_cut_of_a_tower_is_said_too() -> None:
-    found = check_plan(OURS, tiny_models.build_meta("llama4"), "dp=2,tp=2")
+    found = check_plan(OURS, meta("llama4"), "dp=2,tp=2")
     said = [finding.message.partition("rank")[2] for finding in found if finding.code == "SP211"]
     assert said == [
         "; of transformers' own plan 7 keys for it are left out",
@@ -90,10 +96,10 @@ def test_what_transformers_would_cut_of_a_tower_is_said_too() -> None:
 
 
 def test_a_tower_of_which_the_user_speaks_is_not_spoken_of(tmp_path: Path) -> None:
-    model = tiny_models.build_meta("llava")
+    model = meta("llava")
     rules = {"model.vision_tower": None, "model.multi_modal_projector": None}
     assert check_plan([OURS, rules], model, "dp=2,tp=2") == ()
-    assert check_plan("gemma3", tiny_models.build_meta("gemma3-vision"), "dp=2,tp=2") == ()
+    assert check_plan("gemma3", meta("gemma3-vision"), "dp=2,tp=2") == ()
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2.5-vl"])
