@@ -9,21 +9,21 @@ from math import sqrt
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from shardplan.apply import apply
 from shardplan.inventory import take_inventory
 from shardplan.loss import cross_entropy
 from shardplan.lower import lower
-from shardplan.mesh import TP, MeshSpec
+from shardplan.mesh import MeshSpec
 from shardplan.plan import Plan
 from shardplan.resolve import resolve
 from shardplan.styles import Style
 from shardplan.verify.activations import first_difference
+from shardplan.verify.batches import Batches, whole
+from shardplan.verify.replicas import unequal_replicas
 from shardplan.verify.rounding import Rounding
 from shardplan.verify.trail import Trail
 from shardplan.verify.weights import randomise
@@ -39,7 +39,6 @@ PARAMETER, PARAMETER_LR = 1e-4, 0.01  # |difference| <= PARAMETER |p| + PARAMETE
 LR, CLIP = 1e-3, 0.1
 LENGTHS = (16, 5)  # of the micro-batches: one that tp divides, one that it does not
 LONGER = 64  # of a forward in evaluation mode
-ROWS = 2  # for each dp rank
 ALL_LOGITS = "logits"
 
 
@@ -135,40 +134,44 @@ class _Pair:
         seed: int,
         told: frozenset[str],
     ) -> None:
-        self.build, self.reference, self.sharded, self.mesh = build, reference, sharded, mesh
-        self.seed, self.told = seed, told
+        self.build, self.reference, self.sharded, self.told = build, reference, sharded, told
         config: Any = reference.config
-        self.vocabulary = config.get_text_config().vocab_size
+        self.batches = Batches(mesh, seed, config.get_text_config().vocab_size)
 
     def one_batch(self, length: int, masked: bool) -> Iterator[Deviation]:
-        inputs, targets = self._batch(length, masked, number=0)
+        inputs, targets = self.batches.batch(length, masked, number=0)
         self._zero_grad()
         expected = _step(self.reference, inputs, targets)
-        actual = _step(self.sharded, self._own(inputs), self._own_rows(targets))
-        rounding = Rounding(self.build, lambda model: {ALL_LOGITS: self._own_rows(_step(model, inputs, targets)[0])})
-        wrong = list(self._logits(self._own_rows(expected[0]), _whole(actual[0]), rounding))
+        actual = _step(self.sharded, self.batches.own(inputs), self.batches.own_rows(targets))
+        rounding = Rounding(
+            self.build, lambda model: {ALL_LOGITS: self.batches.own_rows(_step(model, inputs, targets)[0])}
+        )
+        wrong = list(self._logits(self.batches.own_rows(expected[0]), whole(actual[0]), rounding))
         if wrong:
             yield from wrong
-            own = self._own(inputs)
-            at = first_difference(self.reference, self.sharded, inputs, own, self._own_rows, self.told)
+            own = self.batches.own(inputs)
+            at = first_difference(self.reference, self.sharded, inputs, own, self.batches.own_rows, self.told)
             if at is not None:
                 yield Deviation("activation", at.fqn, f"its output is off by {at.relative:.1e} of its size", "")
             return
-        loss = self._mean(actual[1].detach())
+        loss = self.batches.mean(actual[1].detach())
         if not abs(loss - expected[1].item()) <= LOSS * abs(expected[1].item()):
             yield Deviation("loss", "", f"{loss:.8g}, not {expected[1].item():.8g}", "")
         yield from self._gradients(lambda model: _step(model, inputs, targets))
+
+    def _own_logits(self, logits: Tensor) -> dict[str, Tensor]:
+        return {ALL_LOGITS: self.batches.own_rows(logits)}
 
     def evaluation(self) -> Iterator[Deviation]:
         """Logits alone, in evaluation mode: models branch on it, and on lengths."""
         # torch 2.13: a forward without gradients leaves the root's parameters gathered, and zero_grad() behind it would
         # then miss the gradients of their shards.
         self._zero_grad()
-        inputs, _ = self._batch(LONGER, masked=False, number=99)
-        own = self._own(inputs)
-        expected, actual = _evaluate(self.reference, inputs), _whole(_evaluate(self.sharded, own))
-        rounding = Rounding(self.build, lambda model: {ALL_LOGITS: self._own_rows(_evaluate(model, inputs))})
-        yield from self._logits(self._own_rows(expected), actual, rounding)
+        inputs, _ = self.batches.batch(LONGER, masked=False, number=99)
+        own = self.batches.own(inputs)
+        expected, actual = _evaluate(self.reference, inputs), whole(_evaluate(self.sharded, own))
+        rounding = Rounding(self.build, lambda model: self._own_logits(_evaluate(model, inputs)))
+        yield from self._logits(self.batches.own_rows(expected), actual, rounding)
 
     def accumulation(self) -> Iterator[Deviation]:
         for synchronises in (True, False) if isinstance(self.sharded, FSDPModule) else (True,):
@@ -179,7 +182,7 @@ class _Pair:
         grads = [parameter.grad for parameter in self.reference.parameters() if parameter.grad is not None]
         expected = sqrt(sum(grad.double().norm().item() ** 2 for grad in grads))
         norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), CLIP) for m in (self.reference, self.sharded)]
-        unsharded, actual = (_whole(norm).item() for norm in norms)
+        unsharded, actual = (whole(norm).item() for norm in norms)
         # torch 2.13 on CPU adds up squares in fp32: over millions of elements it is off by more than NORM itself.
         rounding = Rounding(self.build, self._norm_of_two)
         allowed = NORM * expected + 2 * abs(unsharded - expected)
@@ -193,7 +196,8 @@ class _Pair:
     def training(self) -> Iterator[Deviation]:
         self._train(self.reference)
         self._train(self.sharded)
-        yield from _replicas({name: parameter.detach() for name, parameter in self.sharded.named_parameters()})
+        parameters = {name: parameter.detach() for name, parameter in self.sharded.named_parameters()}
+        yield from map(_unequal, unequal_replicas(parameters))
         trained = stored_parameters(self.sharded)
         rounding = Rounding(self.build, self._trained_alone)
         for name, wanted in reversed(list(self.reference.named_parameters())):
@@ -228,7 +232,8 @@ class _Pair:
         Args:
             compute: has an unsharded model compute the gradients.
         """
-        yield from _replicas({name: p.grad for name, p in self.sharded.named_parameters() if p.grad is not None})
+        grads = {name: p.grad for name, p in self.sharded.named_parameters() if p.grad is not None}
+        yield from map(_unequal, unequal_replicas(grads))
         stored = stored_parameters(self.sharded)
         wanted = {name: p.grad for name, p in self.reference.named_parameters() if p.grad is not None}
         total = sqrt(sum(grad.norm().item() ** 2 for grad in wanted.values()))
@@ -246,52 +251,16 @@ class _Pair:
     def _accumulate(self, model: nn.Module, seed: int, synchronises: bool = True) -> None:
         """Two micro-batches: an unsharded model takes them whole, the sharded one its rows of them."""
         for number, length in enumerate(LENGTHS):
-            inputs, targets = self._batch(length, masked=False, number=1 + seed + number)
+            inputs, targets = self.batches.batch(length, masked=False, number=1 + seed + number)
             if isinstance(model, FSDPModule):
                 model.set_requires_gradient_sync(synchronises or number == len(LENGTHS) - 1)
             if model is self.sharded:
-                inputs, targets = self._own(inputs), self._own_rows(targets)
+                inputs, targets = self.batches.own(inputs), self.batches.own_rows(targets)
             _step(model, inputs, targets, weight=1 / len(LENGTHS))
 
     def _zero_grad(self) -> None:
         self.reference.zero_grad()
         self.sharded.zero_grad()
-
-    def _batch(self, length: int, masked: bool, number: int) -> tuple[dict[str, Tensor], Tensor]:
-        generator = torch.Generator().manual_seed(1000 * self.seed + number)
-        rows = ROWS * self._dp_size()
-        ids = torch.randint(0, self.vocabulary, (rows, length), generator=generator)
-        inputs = {"input_ids": ids}
-        if masked:
-            inputs["attention_mask"] = torch.ones_like(ids)
-            inputs["attention_mask"][::2, 2 * length // 3 :] = 0
-        return inputs, torch.randint(0, self.vocabulary, ids.shape, generator=generator)
-
-    # ------------------------------------------------ ranks
-
-    def _data_axes(self) -> list[str]:
-        return [name for name in self.mesh.mesh_dim_names or () if name != TP]
-
-    def _dp_size(self) -> int:
-        size = 1
-        for axis in self._data_axes():
-            size *= self.mesh[axis].size()
-        return size
-
-    def _own_rows(self, tensor: Tensor) -> Tensor:
-        for axis in self._data_axes():
-            tensor = tensor.chunk(self.mesh[axis].size())[self.mesh.get_local_rank(axis)]
-        return tensor
-
-    def _own(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: self._own_rows(value) for name, value in inputs.items()}
-
-    def _mean(self, loss: Tensor) -> float:
-        value = _whole(loss).clone()
-        for axis in self._data_axes():
-            dist.all_reduce(value, group=self.mesh.get_group(axis))
-            value = value / self.mesh[axis].size()
-        return float(value.item())
 
 
 def _step(model: nn.Module, inputs: dict[str, Tensor], targets: Tensor, weight: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -314,9 +283,8 @@ def _gradients_after(compute: Callable[[nn.Module], object], model: nn.Module) -
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-def _whole(tensor: Any) -> Tensor:
-    whole: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole
+def _unequal(name: str) -> Deviation:
+    return Deviation("replicas", name, "its replicas differ between ranks", "")
 
 
 def _names(reference: nn.Module, sharded: nn.Module) -> Iterator[Deviation]:
@@ -326,17 +294,3 @@ def _names(reference: nn.Module, sharded: nn.Module) -> Iterator[Deviation]:
         if (name in expected) != (name in actual):
             side = "the unsharded" if name in expected else "the sharded"
             yield Deviation("names", name, f"is a parameter of {side} model alone: a tie came apart", "after applying")
-
-
-def _replicas(tensors: Mapping[str, Tensor]) -> Iterator[Deviation]:
-    """Tensors whose replicas are not bit-equal."""
-    for name, tensor in reversed(list(tensors.items())):
-        if not isinstance(tensor, DTensor):
-            continue
-        for axis, placement in enumerate(tensor.placements):
-            if placement.is_replicate() and tensor.device_mesh.size(axis) > 1:
-                local = tensor.to_local().detach().contiguous()
-                copies = [torch.empty_like(local) for _ in range(tensor.device_mesh.size(axis))]
-                dist.all_gather(copies, local, group=tensor.device_mesh.get_group(axis))
-                if not all(torch.equal(copies[0], copy) for copy in copies):
-                    yield Deviation("replicas", name, "its replicas differ between ranks", "")
