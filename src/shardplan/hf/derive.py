@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from shardplan.checks.names import general
 from shardplan.experts import BIAS, GIVING, TAKING, ExpertsInfo
 from shardplan.hf.infer import infer, is_mamba2
-from shardplan.hf.structure import Structure, is_norm, language_model, owns_parameters, tower_layers
+from shardplan.hf.structure import Structure, is_token_wise, language_model, owns_parameters, tower_layers
 from shardplan.hf.styles import HF_STYLES, Meaning
 from shardplan.inventory import Inventory, ModuleInfo, ParameterInfo, ancestors
 from shardplan.layouts import REPLICATE, STREAM, Conversion, shard
@@ -201,7 +201,7 @@ class _Derivation:
         gathers = {name: _CONVERT_ALONE[meant] for name, meant in below.items() if meant in _CONVERT_ALONE}
         for name, style in gathers.items():
             self._say(name, Treatment(style, source=general(name)))
-        if is_norm(self.inventory, child):
+        if is_token_wise(self.inventory, child):
             self._say(child.fqn, Treatment("sequence_parallel"))
         elif child.fqn not in gathers:
             takes, gives = self.structure.meets_stream(child)
@@ -226,7 +226,8 @@ class _Derivation:
             if not module.parameters or self._decided(module.fqn):
                 continue
             inside = any(layer in (module.fqn, *ancestors(module.fqn)) for layer in self.structure.layers)
-            style = "sequence_parallel" if inside else "replicate"
+            on_stream = inside or module.fqn in self.structure.ends_of_stream
+            style = "sequence_parallel" if on_stream else "replicate"
             if module.fqn in self.treatments or module.fqn in self.structure.layers:
                 for parameter in module.parameters:
                     self._say(parameter.fqn, Treatment(style))

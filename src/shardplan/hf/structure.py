@@ -10,6 +10,7 @@ from shardplan.hf.styles import Meaning
 from shardplan.inventory import Inventory, ModuleInfo, ancestors
 from shardplan.styles import Kind
 
+HYPER = "Hyper"  # in the class names of hyper-connections, and of what makes one stream of theirs behind the layers
 CUT_IN_LAYERS = (Meaning.CUT_OUTPUT, Meaning.CUT_INPUT, Meaning.GATHERED_OUTPUT, Meaning.EXPERTS)
 
 
@@ -50,6 +51,11 @@ class Structure:
     def beside_layers(self) -> frozenset[str]:
         around = {next(ancestors(layers), "") for layers in self.lists}
         return frozenset(m.fqn for m in self.inventory.modules if m.fqn and next(ancestors(m.fqn)) in around)
+
+    @property
+    def ends_of_stream(self) -> frozenset[str]:
+        """Modules beside the layers that run before the stream ends: what makes one stream of several."""
+        return frozenset(fqn for fqn in self.beside_layers if HYPER in self.inventory.by_fqn[fqn].class_name)
 
     def below(self, fqn: str) -> tuple[ModuleInfo, ...]:
         prefix = f"{fqn}."
@@ -112,6 +118,11 @@ def language_model(inventory: Inventory) -> str:
 
 def owns_parameters(inventory: Inventory, fqn: str) -> bool:
     return any(p.fqn.startswith(f"{fqn}.") for p in inventory.parameters)
+
+
+def is_token_wise(inventory: Inventory, module: ModuleInfo) -> bool:
+    """Norms, and hyper-connections (Zhu et al. 2024), which mix the streams of one token with each other."""
+    return is_norm(inventory, module) or HYPER in module.class_name
 
 
 def is_norm(inventory: Inventory, module: ModuleInfo) -> bool:
