@@ -22,7 +22,8 @@ from shardplan.checks.names import general
 from shardplan.hf.styles import HF_STYLES, Meaning
 from shardplan.inventory import Inventory, ModuleInfo, ParameterInfo
 from shardplan.mesh import parse_mesh
-from shardplan.verify.compare import FLOOR, GRADIENT, LENGTHS, LOGITS, ROWS
+from shardplan.verify.batches import ROWS
+from shardplan.verify.compare import FLOOR, GRADIENT, LENGTHS, LOGITS
 from shardplan.verify.prove import make_subject
 from shardplan.verify.ranks import LocalRanks, RanksFailedError
 from shardplan.verify.rounding import Rounding
