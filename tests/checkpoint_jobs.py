@@ -19,6 +19,7 @@ from shardplan import (
     apply_plan,
     hf_state_dict,
     load_checkpoint,
+    load_hf_state_dict,
     load_weights,
     save_checkpoint,
     save_weights,
@@ -59,7 +60,7 @@ def stored_apart(model: nn.Module) -> bool:
     return any(len(entry.parts) > 1 for entry in stored_parameters(model).values())
 
 
-def loaded_again(name: str, mesh_text: str, source: str) -> list[str]:
+def loaded_again(name: str, mesh_text: str, source: str | None) -> list[str]:
     """The same of a model that has other weights, and gathered copies of some: its last forward had no backward."""
     mesh = parity.build_mesh(mesh_text)
     model, reference = tiny_models.build(name), tiny_models.build(name)
@@ -69,8 +70,14 @@ def loaded_again(name: str, mesh_text: str, source: str) -> list[str]:
     apply_plan(model, tiny_models.plan_of(name), mesh)
     with torch.no_grad():
         model(input_ids=parity.make_inputs(parity.Batch())[0]["input_ids"])
-    load_weights(model, source)
-    return list(parity.compare_batch(reference, model, mesh, parity.Batch(), seed=0))
+    if source is not None:
+        load_weights(model, source)
+    else:
+        load_hf_state_dict(model, reference.state_dict())
+    faults = []
+    for seed in range(2):  # the second forward gathers again
+        faults += parity.compare_batch(reference, model, mesh, parity.Batch(), seed)
+    return faults
 
 
 def offloaded(name: str, mesh_text: str, source: str, target: str) -> None:

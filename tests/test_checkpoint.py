@@ -80,9 +80,12 @@ def test_a_loaded_model_computes_and_trains_as_the_unsharded_one(
         assert faults == []
 
 
-def test_into_a_model_that_has_weights(pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("from_folder", [True, False])
+def test_into_a_model_that_has_weights(pool: Pool, tmp_path: Path, from_folder: bool) -> None:
+    """From a folder, and from tensors in memory."""
     saved("llama", tmp_path)
-    for faults in pool.run(4, checkpoint_jobs.loaded_again, "llama", "dp=2,tp=2", str(tmp_path)):
+    source = str(tmp_path) if from_folder else None
+    for faults in pool.run(4, checkpoint_jobs.loaded_again, "llama", "dp=2,tp=2", source):
         assert faults == []
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
-from shardplan import _compat
 from shardplan.apply import Applied
 
 
@@ -29,7 +27,7 @@ def materialise(model: nn.Module, applied: Applied) -> None:
         return made[id(tensor)][1]
 
     model._apply(with_memory)
-    _tie_again(model, [tied for tied in places.values() if len(tied) > 1])
+    _tie_again([tied for tied in places.values() if len(tied) > 1])
 
 
 def _devices(applied: Applied) -> tuple[torch.device, torch.device]:
@@ -39,12 +37,8 @@ def _devices(applied: Applied) -> tuple[torch.device, torch.device]:
     return torch.device("cpu") if applied.compiled.cpu_offload else compute, compute
 
 
-def _tie_again(model: nn.Module, tied: list[list[tuple[nn.Module, str]]]) -> None:
-    """torch 2.13's `Module._apply` makes a parameter of its own for each place; FSDP2 holds one of them."""
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    held = {id(parameter.sharded_param) for unit in units for parameter in _compat.fsdp_parameters(unit)}
-    for places in tied:
-        candidates = [module._parameters[name] for module, name in places]
-        kept = next((parameter for parameter in candidates if id(parameter) in held), candidates[0])
-        for module, name in places:
-            module._parameters[name] = kept
+def _tie_again(tied: list[list[tuple[nn.Module, str]]]) -> None:
+    """torch 2.13's `Module._apply` keeps a DTensor the same parameter, and makes a plain one anew for each place."""
+    for (first, own), *others in tied:
+        for module, name in others:
+            module._parameters[name] = first._parameters[own]
