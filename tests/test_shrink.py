@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from shardplan.diagnostics import PlanError
 from shardplan.references import build_meta_model
-from shardplan.verify.shrink import shrink
+from shardplan.verify.shrink import Shrunk, shrink
 from shardplan.verify.sizes import Role, Scale, role_of
 
 # Classes that do not build from their own default configuration, on transformers 5.24.
@@ -79,6 +79,17 @@ def test_a_model_without_a_configuration_is_refused() -> None:
         shrink(torch.nn.Linear(2, 2), 2, 2)
 
 
+def test_a_width_that_is_a_product_stays_one() -> None:
+    config = shrunk("falcon_h1").config
+    assert config.mamba_d_ssm == config.mamba_n_heads * config.mamba_d_head
+
+
+def test_layers_that_differ_are_made_small_each_by_itself() -> None:
+    config = shrunk("dots3_note_text").config
+    heads = {layer.num_attention_heads for layer in config.per_layer_config}
+    assert heads == {64, 32}  # of 128 and 64, for half the ranks
+
+
 @pytest.mark.processes  # not quick
 @pytest.mark.parametrize("model_type", SWEEP[::6])
 def test_causal_language_models_of_transformers(model_type: str) -> None:
@@ -86,11 +97,15 @@ def test_causal_language_models_of_transformers(model_type: str) -> None:
     assert parameters_of_the_small(model_type) < 20_000_000
 
 
-def parameters_of_the_small(model_type: str) -> int:
+def shrunk(model_type: str) -> Shrunk:
     with warnings.catch_warnings(), torch.device("meta"):
         warnings.simplefilter("ignore")
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type))
-    return sum(parameter.numel() for parameter in shrink(model, 4, 2)().parameters())
+    return shrink(model, 4, 2)
+
+
+def parameters_of_the_small(model_type: str) -> int:
+    return sum(parameter.numel() for parameter in shrunk(model_type)().parameters())
 
 
 def main() -> None:
