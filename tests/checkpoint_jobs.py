@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -137,16 +139,27 @@ def stopped(name: str, mesh_text: str, folder: str, asynchronous: bool) -> tuple
 
 def resumed(
     name: str, mesh_text: str, folder: str, plan: Any = None
-) -> tuple[Tensors, list[float], list[float], Resumed]:
-    """The second half of it, by a model that begins on the meta device."""
+) -> tuple[Tensors, list[float], list[float], Resumed, list[str]]:
+    """The second half of it, by a model that begins on the meta device; and what was logged."""
     mesh = parity.build_mesh(mesh_text)
     model = meta_model(name, mesh, plan)
     load_checkpoint(folder, model)
     optimizer, scheduler = trainer(model)
-    found = load_checkpoint(folder, model, optimizer, scheduler=scheduler)
+    with logged() as messages:
+        found = load_checkpoint(folder, model, optimizer, scheduler=scheduler)
     numbers = drawn()
     state = everything(model, optimizer)
-    return state, train(model, optimizer, scheduler, mesh, range(HALF, STEPS)), numbers, found
+    return state, train(model, optimizer, scheduler, mesh, range(HALF, STEPS)), numbers, found, messages
+
+
+@contextlib.contextmanager
+def logged() -> Iterator[list[str]]:
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shardplan").addHandler(handler)
+    yield messages
+    logging.getLogger("shardplan").removeHandler(handler)
 
 
 def trainer(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:

@@ -1,4 +1,4 @@
-"""Private behaviour of torch that `_compat` leans on, pinned: an upgrade that changes it goes red here first."""
+"""Private behaviour of torch and transformers that `_compat` leans on: an upgrade that changes it goes red here first."""
 
 from typing import Any
 
@@ -6,6 +6,7 @@ import torch
 from torch.autograd import Function
 
 import compat_jobs
+import tiny_models
 from pool import Pool
 from shardplan import _compat
 
@@ -51,3 +52,27 @@ def test_autograd_nodes_are_numbered_as_they_are_made() -> None:
     assert after == before + 2
     assert accumulating == [None]
     assert _compat.running_node() is None
+
+
+def test_transformers_computes_the_buffers_that_are_not_saved_and_nothing_else() -> None:
+    model = tiny_models.build("gemma3")
+    expected = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    assert {name.rpartition(".")[2] for name in expected} >= {"embed_scale"}
+    for buffer in model.buffers():
+        buffer.fill_(-1)
+    _compat.compute_unsaved_buffers(model)
+    assert all(torch.equal(buffer, expected[name]) for name, buffer in model.named_buffers())
+    assert all(torch.equal(parameter, weights[name]) for name, parameter in model.named_parameters())
+
+
+def test_transformers_converts_experts_both_ways_and_remembers_it() -> None:
+    model, other = tiny_models.build_meta("mixtral"), tiny_models.build_meta("mixtral")
+    tensors = tiny_models.build("mixtral").state_dict()
+    separate = _compat.convert_for_checkpoint(model, dict(tensors))
+    assert sum("experts.3.w1" in name for name in separate) == 2
+    report = _compat.convert_for_model(model, {**separate, "nobody": torch.zeros(1)})
+    assert report.unexpected_keys == {"nobody"}
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in tensors.items())
+    _compat.keep_conversions(model, other)
+    assert _compat.convert_for_checkpoint(other, dict(tensors)).keys() == separate.keys()

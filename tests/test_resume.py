@@ -36,7 +36,11 @@ def test_ten_steps(
     ranks = pool.run(parse_mesh(before).size, checkpoint_jobs.stopped, *arguments)
     state, losses, _ = ranks[0]
     results = pool.run(parse_mesh(after).size, checkpoint_jobs.resumed, name, after, str(tmp_path), plan)
-    for rank, (read, resumed_losses, numbers, found) in enumerate(results):
+    for rank, (read, resumed_losses, numbers, found, messages) in enumerate(results):
+        said = [message for message in messages if rank == 0]
+        assert messages == said
+        assert any("goes on under plan" in message for message in said) == (bool(plan) and rank == 0)
+        assert any("random states" in message for message in said) == (len(ranks) != len(results) and rank == 0)
         assert different(state, read) == []
         assert (found.step, found.saved_mesh) == (checkpoint_jobs.HALF, before)
         assert bool(found.plan_changes) == bool(plan)

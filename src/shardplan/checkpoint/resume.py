@@ -242,22 +242,18 @@ def load_checkpoint(
     applied, ranks = required(model), _world()
     doing = f"cannot load a checkpoint from {folder}"
     with ranks.together(doing):
-        source = _finished(Path(folder))
-        marker, metadata = read_marker(source), FileSystemReader(source).read_metadata()
+        found = _find(Path(folder))
         trained = Trained.of(model, optimizer) if optimizer is not None else None
-        blank = trained.blank(metadata) if trained is not None else {}
-        held = {path[0] for path in (metadata.planner_data or {}).values()}
-        wanted = {"optimizer": trained, "scheduler": scheduler}
-        if lacking := [what for what, given in wanted.items() if given is not None and what not in held]:
-            raise CheckpointError(f"{source} was saved without {' and '.join(lacking)}")
-        _require_same_tensors(model_state(model), metadata)
+        blank = trained.blank(found.metadata) if trained is not None else {}
+        found.require("optimizer" if trained else None, "scheduler" if scheduler is not None else None)
+        _require_same_tensors(model_state(model), found.metadata)
         computed = computed_buffers(model, applied, Unsharded(model, applied))
-    if len(set(ranks.gather(str(source)))) > 1:
+    if len(set(ranks.gather(str(found.folder)))) > 1:
         raise CheckpointError(f"{doing}: ranks found different ones: all must see one file system")
+    same_ranks = found.marker.world_size == (dist.get_world_size() if ranks.groups else 1)
     with ranks.together(doing):
         materialise(model, applied)
         fill_buffers(model, applied, computed)
-        same_ranks = marker.world_size == (dist.get_world_size() if ranks.groups else 1)
         state: dict[str, Any] = {"model": model_state(model)}
         if same_ranks:
             state["random"] = {str(ranks.rank): ()}
@@ -267,7 +263,7 @@ def load_checkpoint(
             state["scheduler"] = ()
     with ranks.together(doing):
         group = ranks.groups[0] if ranks.groups else None
-        load(state, checkpoint_id=source, process_group=group, no_dist=group is None)
+        load(state, checkpoint_id=found.folder, process_group=group, no_dist=group is None)
     with ranks.together(doing):
         if trained is not None:
             trained.restore_groups(state["optimizer"]["groups"][0])
@@ -276,10 +272,33 @@ def load_checkpoint(
             scheduler.load_state_dict(state["scheduler"][0])
         if same_ranks:
             restore_random_state(state["random"][str(ranks.rank)][0])
-    changes = marker.plan.changes(PlanRecord.of(applied.compiled))
+    changes = found.marker.plan.changes(PlanRecord.of(applied.compiled))
     if ranks.first:
-        _say(source, marker, applied.compiled.name, changes, same_ranks=same_ranks)
-    return Resumed(source, marker.step, marker.mesh, changes, same_ranks)
+        _say(found, applied.compiled.name, changes, same_ranks=same_ranks)
+    return Resumed(found.folder, found.marker.step, found.marker.mesh, changes, same_ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A finished checkpoint, of which nothing but its description was read."""
+
+    folder: Path
+    marker: Marker
+    metadata: Metadata
+
+    def require(self, *wanted: str | None) -> None:
+        """
+        Raises:
+            CheckpointError: it was saved without something that is to be restored.
+        """
+        held = {path[0] for path in (self.metadata.planner_data or {}).values()}
+        if lacking := [what for what in wanted if what is not None and what not in held]:
+            raise CheckpointError(f"{self.folder} was saved without {' and '.join(lacking)}")
+
+
+def _find(folder: Path) -> _Found:
+    source = _finished(folder)
+    return _Found(source, read_marker(source), FileSystemReader(source).read_metadata())
 
 
 def _finished(folder: Path) -> Path:
@@ -323,7 +342,8 @@ def _filled(blank: dict[str, dict[str, Any]], read: dict[str, dict[str, Any]]) -
     }
 
 
-def _say(source: Path, marker: Marker, plan: str, changes: tuple[str, ...], *, same_ranks: bool) -> None:
+def _say(found: _Found, plan: str, changes: tuple[str, ...], *, same_ranks: bool) -> None:
+    source, marker = found.folder, found.marker
     if changes:
         LOG.warning(
             "%s was saved under plan '%s' and goes on under plan '%s', which is another: %s",
