@@ -1,4 +1,4 @@
-"""Private behaviour of torch and transformers that `_compat` leans on: an upgrade that changes it goes red here first."""
+"""Private behaviour of torch and transformers that `_compat` leans on: what an upgrade changes goes red here first."""
 
 from typing import Any
 
