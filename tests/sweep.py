@@ -64,6 +64,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": 128},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "ministral": {"head_dim": 128},
+    "nemotron": {"num_key_value_heads": 48, "head_dim": 128},
 }
 
 

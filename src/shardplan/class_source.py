@@ -23,8 +23,11 @@ def splits_by(cls: type) -> frozenset[str]:
 
 @cache
 def interleaves(cls: type) -> bool:
-    """Whether a class's methods view a projection as heads of three: ``3 * head_size``, ``num_heads, 3, head_dim``."""
-    form = re.compile(r"3 \* self\.head_(?:size|dim)|num_heads, 3,")
+    """Whether what is packed in one projection takes turns in a class's methods.
+
+    They view it as heads of three, ``3 * head_size``, ``num_heads, 3, head_dim``, or take every second feature.
+    """
+    form = re.compile(r"3 \* self\.head_(?:size|dim)|num_heads, 3,|\.\.\., (?:0|1)?::2\]")
     return any(form.search(source) for source in _sources(cls))
 
 

@@ -50,7 +50,8 @@ class ModuleInfo:
         container: a list or dict of modules, whose own forward never runs.
         sizes: its whole numbers by attribute.
         reads_children: whether its methods read weights of modules below it by themselves.
-        interleaves: whether queries, keys and values lie in one projection head by head, and not one behind the other.
+        interleaves: whether queries, keys and values, or gate and up, take turns in one projection, and do not lie one
+            behind the other.
         experts: how routed experts lie in it, where it holds some.
     """
 

@@ -98,11 +98,11 @@ def _fault(target: Target, parameter: ResolvedParameter, covered: str) -> Diagno
 
 
 def check_whole_experts(target: Target) -> Iterator[Diagnostic]:
-    """SP203: fused experts that stay whole inside a block, whose output edge would count them tp times."""
+    """SP203: experts, or an MLP beside cut ones, whole inside a block, whose output edge would count them tp times."""
     for group in target.groups:
         for module in target.resolved.children(group.owner.fqn) if group.is_block else ():
-            whole = [p for p in module.parameters if len(p.info.shape) == 3 and not _is_cut(p)]
-            if whole and module.info.class_name not in _CONVOLUTIONS and not target.explained(module.fqn):
+            whole = [p for p in module.parameters if not _is_cut(p) and _gives_a_sum(target, group, module, p)]
+            if whole and not target.explained(module.fqn):
                 names = listed([general(parameter.info.fqn) for parameter in whole])
                 verb = "stays" if len(whole) == 1 else "stay"
                 yield Diagnostic(
@@ -110,9 +110,21 @@ def check_whole_experts(target: Target) -> Iterator[Diagnostic]:
                     f"{names} {verb} whole in {group.name}, which adds up over tp what each rank gives",
                     where=target.where(whole[0].claim, group.owner.rule),
                     subject=general(module.fqn),
-                    expected="experts of which every rank has a part: style shard on their parameters",
-                    hint="cut the features inside an expert: `{style: shard, dim: ...}`",
+                    expected="experts and MLPs of which every rank has a part",
+                    hint="cut their features: colwise and rowwise, or `{style: shard, dim: ...}` for fused experts",
                 )
+
+
+def _gives_a_sum(target: Target, group: Group, module: ResolvedModule, parameter: ResolvedParameter) -> bool:
+    """Whether a whole parameter is one of fused experts, or the last projection of an MLP beside experts."""
+    if not module.info.kind.is_linear:
+        return len(parameter.info.shape) == 3 and module.info.class_name not in _CONVOLUTIONS
+    if parameter.info.name != "weight" or not any(m.info.experts for m in target.resolved.children(group.owner.fqn)):
+        return False
+    widths = {consumer.module.info.features[0] for consumer in group.of_role("consumer")}
+    gives, takes = module.info.features
+    behind_parts = module.style is not None and (module.style.bias_once or module.style.counted_once)
+    return gives in widths and takes != gives and not behind_parts
 
 
 _CONVOLUTIONS = ("Conv1d",)

@@ -109,7 +109,7 @@ class _Derivation:
         for table in self.structure.tables_of_words:
             self._say(table, Treatment("embedding_rowwise"))
         head = self.inventory.head
-        if head is not None and self.inventory.by_fqn[head].kind is Kind.LINEAR:
+        if head is not None and _is_plain_linear(self.inventory.by_fqn[head]):
             self._say(head, Treatment("colwise", output=Conversion(shard(-1), shard(-1))))
 
     def _child(self, child: ModuleInfo) -> None:
@@ -247,6 +247,10 @@ _PARTIAL = Treatment("replicated_with_grad_allreduce")
 _CONVERT_ALONE = {Meaning.GATHERED_OUTPUT: "colwise_gather_output", Meaning.SCATTERED_INPUT: "rowwise_split_input"}
 _EDGES_ALONE = (None, "block")
 _REACHING_DOWN = ("replicate", "sequence_parallel", "replicated_with_grad_allreduce", "mamba2")
+
+
+def _is_plain_linear(module: ModuleInfo) -> bool:
+    return module.kind is Kind.LINEAR and {parameter.name for parameter in module.parameters} <= {"weight", "bias"}
 
 
 def _halves(length: int) -> tuple[Section, ...]:

@@ -81,14 +81,16 @@ def _stands_alone(inventory: Inventory, fqn: str, cut: Collection[str]) -> bool:
 
 
 def _child_of_layer(inventory: Inventory, fqn: str) -> str | None:
-    """The module that a decoder layer runs and that ``fqn`` is, or is a part of."""
+    """The module that a layer beside the embedding runs and that ``fqn`` is, or is a part of; none in a tower."""
     around = [fqn, *ancestors(fqn)]
     layers = [n for n in range(1, len(around) - 1) if inventory.by_fqn[around[n + 1]].container]
-    return around[layers[-1] - 1] if layers else None
+    beside_embedding = layers and around[layers[-1] + 2] == next(ancestors(inventory.embedding or ""), "")
+    return around[layers[-1] - 1] if beside_embedding else None
 
 
 def _of_children(module: ModuleInfo, children: Mapping[str, ModuleInfo]) -> Iterator[tuple[str, Meaning]]:
     linears = {name: child for name, child in children.items() if child.kind.is_linear}
+    yield from _of_packed_mlp(module, linears)
     pairs = [(producers, (consumer,)) for producers, consumer in _MLPS]
     for producers, consumers in (*pairs, *(_ATTENTION if module.attention else ())):
         consumer = next((name for name in consumers if name in linears), None)
@@ -100,6 +102,15 @@ def _of_children(module: ModuleInfo, children: Mapping[str, ModuleInfo]) -> Iter
             yield from ((name, Meaning.CUT_OUTPUT) for name in producers)
             yield consumer, Meaning.CUT_INPUT
             return
+
+
+def _of_packed_mlp(module: ModuleInfo, linears: Mapping[str, ModuleInfo]) -> Iterator[tuple[str, Meaning]]:
+    """Gate and up in one linear, one behind the other."""
+    if set(linears) == {"gate_up_proj", "down_proj"} and not module.parameters and not module.interleaves:
+        gate_up, down = linears["gate_up_proj"], linears["down_proj"]
+        if gate_up.features[0] == 2 * down.features[1]:
+            yield "gate_up_proj", Meaning.PACKED_OUTPUT
+            yield "down_proj", Meaning.CUT_INPUT
 
 
 def _spans_heads(module: ModuleInfo, children: Mapping[str, ModuleInfo]) -> bool:

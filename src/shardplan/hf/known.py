@@ -19,5 +19,6 @@ class Wrong:
 
 KNOWN_WRONG: dict[str, Wrong] = {
     "Gemma3nForCausalLM": Wrong("its MLPs take mean and deviation over features of which each rank has a part"),
+    "PhimoeForCausalLM": Wrong("its routers draw experts at random in training, on each rank anew"),
     "Gemma4ForConditionalGeneration": Wrong("it reads a row of the embedding, of whose rows each rank has a part"),
 }

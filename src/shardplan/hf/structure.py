@@ -72,7 +72,7 @@ class Structure:
             return None
         around = next(ancestors(self.lists[0]), "")
         siblings = [m for m in self.inventory.modules if m.fqn and next(ancestors(m.fqn)) == around]
-        norms = [m.fqn for m in siblings if not m.container and is_norm(self.inventory, m)]
+        norms = [m.fqn for m in siblings if not m.container and (is_norm(self.inventory, m) or _is_bare_norm(m))]
         behind = [fqn for fqn in norms if self._order[fqn] > self._order[self.lists[0]]]
         return behind[0] if behind else norms[-1] if norms else None
 
@@ -103,7 +103,7 @@ class Structure:
     def width(self) -> int | None:
         """Of the stream, which the final norm knows."""
         norm = self.inventory.by_fqn[self.final_norm] if self.final_norm else None
-        return norm.parameters[0].shape[0] if norm and norm.parameters[0].shape else None
+        return norm.parameters[0].shape[0] if norm and norm.parameters and norm.parameters[0].shape else None
 
     @cached_property
     def _order(self) -> dict[str, int]:
@@ -130,6 +130,11 @@ def is_norm(inventory: Inventory, module: ModuleInfo) -> bool:
     below = any(p.fqn.startswith(f"{module.fqn}.") for m in inventory.modules if m is not module for p in m.parameters)
     own = module.parameters
     return bool(own) and not below and all(len(p.shape) <= 1 for p in own)
+
+
+def _is_bare_norm(module: ModuleInfo) -> bool:
+    """A norm without weights, as OLMo's."""
+    return "Norm" in module.class_name and not module.parameters
 
 
 def tower_layers(inventory: Inventory) -> tuple[str, ...]:
