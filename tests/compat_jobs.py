@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from shardplan import _compat
 
@@ -43,3 +44,22 @@ def flat_gradient() -> tuple[int, int, bool]:
     trained = [p for p in parameters if p.sharded_param.requires_grad]
     named = [p.sharded_param is q for p, q in zip(parameters, unit.parameters(), strict=True)]
     return seen[0].numel(), sum(p.padded_sharded_param_size.numel() for p in trained), all(named)
+
+
+def local_gradients() -> list[str]:
+    """Where reading a parameter by `_compat.local` differs from torch's own `to_local`: values, layouts of gradients."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    whole, x = torch.randn(5, 4), torch.randn(3, 4)
+    differences = []
+    for placement in (Shard(0), Shard(1), Replicate()):
+        own, theirs = (nn.Parameter(distribute_tensor(whole, mesh, [placement])) for _ in range(2))
+        read, expected = _compat.local(own), theirs.to_local()
+        own_part = x.chunk(2, 1)[dist.get_rank()] if placement == Shard(1) else x
+        for part in (read, expected):
+            nn.functional.linear(own_part, part).square().sum().backward()
+        if not torch.equal(read, expected) or not torch.equal(own.grad.to_local(), theirs.grad.to_local()):
+            differences.append(f"{placement}: values")
+        if own.grad._spec != theirs.grad._spec or own.grad.stride() != theirs.grad.stride():
+            differences.append(f"{placement}: layouts")
+    return differences

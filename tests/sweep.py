@@ -58,7 +58,7 @@ ROUTED = {"n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 
 # What some types' default configurations leave out, and without which they do not run.
 NEEDED: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
-    "deepseek_v2": {"num_experts_per_tok": 6},
+    "deepseek_v2": {"num_experts_per_tok": 6, "moe_intermediate_size": 1408},
     "dots1": {**ROUTED, "n_group": 1, "topk_group": 1},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},

@@ -25,6 +25,10 @@ def test_the_flat_gradient_holds_the_trained_parameters_padded_and_in_order(pool
         assert in_order
 
 
+def test_reading_a_parameter_is_what_torch_does_but_for_its_cost(pool: Pool) -> None:
+    assert pool.run(2, compat_jobs.local_gradients) == [[], []]
+
+
 class Noting(Function):
     """Notes which node runs, at its backward."""
 

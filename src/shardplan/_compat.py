@@ -12,6 +12,9 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -193,6 +196,32 @@ def dtensor_caches() -> tuple[Any, ...]:
     kind = type(cache(lambda: None))
     objects = (found for found in gc.get_objects() if type(found) is kind)
     return tuple(found for found in objects if (found.__module__ or "").startswith("torch.distributed.tensor."))
+
+
+class _Local(Function):
+    """What `DTensor.to_local` does, but that its backward takes the parameter's layout for the gradient's as it is.
+
+    torch's own works out shape and stride of the whole anew, which is most of what reading a small weight costs.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor) -> torch.Tensor:
+        ctx.spec = parameter._spec
+        local: torch.Tensor = parameter._local_tensor
+        return local.view_as(local)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> DTensor:
+        return DTensor(grad.contiguous(), ctx.spec, requires_grad=False)
+
+
+def local(parameter: DTensor) -> torch.Tensor:
+    """torch 2.13: this rank's part of a parameter; its gradient is laid out as the parameter is."""
+    if torch.compiler.is_compiling() or not (parameter.requires_grad and torch.is_grad_enabled()):
+        return parameter.to_local()
+    read: torch.Tensor = _Local.apply(parameter)  # type: ignore[no-untyped-call]  # torch's
+    return read
 
 
 # ---------------------------------------------------------------- checkpoints of transformers

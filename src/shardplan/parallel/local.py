@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardplan import _compat
 from shardplan.class_source import methods_reading
 from shardplan.compiled import CompiledModule, CompiledParameter
 from shardplan.parallel.collectives import ScaleGradient, ScaleValue
@@ -156,8 +157,8 @@ def _joined(name: str, module: Any) -> Tensor:
 
 def _local(parameter: Any) -> Tensor:
     """FSDP2 has put plain tensors in the place of parameters that only dp shards."""
-    local: Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return local
+    part: Tensor = _compat.local(parameter) if isinstance(parameter, DTensor) else parameter
+    return part
 
 
 def _reader(parameter: CompiledParameter, stream: Stream) -> Reader:
