@@ -47,7 +47,7 @@ def flat_gradient() -> tuple[int, int, bool]:
 
 
 def local_gradients() -> list[str]:
-    """Where reading a parameter by `_compat.local` differs from torch's own `to_local`: values, layouts of gradients."""
+    """Where reading a parameter by `_compat.local` differs from torch's own: values, layouts of gradients."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     torch.manual_seed(0)
     whole, x = torch.randn(5, 4), torch.randn(3, 4)
