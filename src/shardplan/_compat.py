@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
@@ -27,20 +26,32 @@ _c10d = torch.ops._c10d_functional
 
 def all_reduce(x: torch.Tensor, group: str, op: str = "sum") -> torch.Tensor:
     """Sum (or ``op``) of ``x`` over the group, as a new tensor."""
-    return wait(_c10d.all_reduce(x.contiguous(), op, group))
+    return _run(_c10d.all_reduce, x.contiguous(), op, group)
 
 
 def all_gather(x: torch.Tensor, group: str, size: int) -> torch.Tensor:
     """The ranks' ``x`` joined along dim 0."""
-    return wait(_c10d.all_gather_into_tensor(x.contiguous(), size, group))
+    return _run(_c10d.all_gather_into_tensor, x.contiguous(), size, group)
 
 
 def reduce_scatter(x: torch.Tensor, group: str, size: int) -> torch.Tensor:
     """This rank's chunk, along dim 0, of the sum of ``x`` over the group."""
-    return wait(_c10d.reduce_scatter_tensor(x.contiguous(), "sum", size, group))
+    return _run(_c10d.reduce_scatter_tensor, x.contiguous(), "sum", size, group)
 
 
-def wait(x: torch.Tensor) -> torch.Tensor:
+def _run(collective: Any, *args: Any) -> torch.Tensor:
+    """The collective and its end.
+
+    torch 2.13 gives its functional collectives an autograd kernel in Python, which costs as much as they do; who calls
+    them here has the gradient in hand already.
+    """
+    if torch.compiler.is_compiling():
+        return _waited(collective(*args))
+    with torch._C._AutoDispatchBelowAutograd():
+        return _waited(collective(*args))
+
+
+def _waited(x: torch.Tensor) -> torch.Tensor:
     waited: torch.Tensor = _c10d.wait_tensor(x)
     return waited
 
@@ -211,8 +222,9 @@ class _Local(Function):
         return local.view_as(local)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> DTensor:
+        if torch.is_grad_enabled():  # a gradient that is to be differentiated again
+            return DTensor.from_local(grad, ctx.spec.mesh, ctx.spec.placements, run_check=False)
         return DTensor(grad.contiguous(), ctx.spec, requires_grad=False)
 
 
