@@ -10,6 +10,8 @@ import pytest
 import checkpoint_jobs
 import tolerances
 from pool import Pool
+from shardplan import latest_checkpoint, save_checkpoint
+from shardplan.checkpoint import resume as resumes
 from shardplan.mesh import parse_mesh
 from test_weights import different
 
@@ -50,3 +52,41 @@ def test_ten_steps(
         if after == before:
             assert resumed_losses == losses
         assert resumed_losses == pytest.approx(losses, rel=tolerances.TRAINING_LOSS)
+
+
+@pytest.mark.parametrize(
+    ("names", "latest"),
+    [
+        (["step-9", "step-10"], "step-10"),
+        (["step-99999999", "step-100000000"], "step-100000000"),
+        (["step-00000003", "step-final", "step-9.bak", "step-", "step--4", "step-5-copy", "steps-7"], "step-00000003"),
+        (["step-00000003", "step-00000003.previous"], "step-00000003"),
+        (["step-00000002", "step-00000003.previous"], "step-00000003.previous"),
+        (["step-00000004", "step-00000003.previous"], "step-00000004"),
+        (["step-final"], None),
+        ([], None),
+    ],
+)
+def test_the_latest_is_that_of_the_highest_number(tmp_path: Path, names: list[str], latest: str | None) -> None:
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "shardplan.json").touch()
+    (tmp_path / "step-999999999999").mkdir()  # not finished
+    assert latest_checkpoint(tmp_path) == (tmp_path / latest if latest is not None else None)
+
+
+def test_a_folder_of_checkpoints_may_be_called_like_one(tmp_path: Path) -> None:
+    run = tmp_path / "step-by-step"
+    (run / "step-3").mkdir(parents=True)
+    (run / "step-3/shardplan.json").touch()
+    assert resumes._finished(run) == run / "step-3"
+
+
+@pytest.mark.parametrize(("step", "error"), [(-1, ValueError), (2.0, TypeError), ("3", TypeError)])
+def test_a_step_that_nobody_would_find_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, step: Any, error: type[Exception]
+) -> None:
+    monkeypatch.setattr(resumes, "required", lambda _: None)
+    with pytest.raises(error):
+        save_checkpoint(tmp_path, None, step=step)  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 import threading
 from dataclasses import dataclass
+from operator import index
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,6 +41,8 @@ from shardplan.checkpoint.unsharded import Unsharded
 
 LOG = logging.getLogger("shardplan")
 PREFIX = "step-"
+# The second where a process was killed on a file system that cannot exchange: see `put_in_place`.
+NAMES = re.compile(rf"{PREFIX}([0-9]+)(\.previous)?")
 
 
 class HasState(Protocol):
@@ -124,7 +128,7 @@ def save_checkpoint(
         folder: of all checkpoints of the run, on a file system that all ranks see.
         model: a model that `apply_plan` has sharded. Every rank of the world calls.
         optimizer: over parameters of ``model``; state must be of a parameter's shape or one number.
-        step: a number for this checkpoint; one of the same number is replaced.
+        step: a number for this checkpoint, from 0 on; one of the same number is replaced.
         scheduler: or anything else with ``state_dict()`` and ``load_state_dict()``.
         asynchronous: return as soon as a copy of this rank's part is in the host's memory, and write in the background,
             on a gloo group of its own.
@@ -133,10 +137,11 @@ def save_checkpoint(
         Where ``asynchronous``, the saving: its ``wait()`` raises what went wrong.
 
     Raises:
-        ValueError: no plan was applied to ``model``.
+        ValueError: no plan was applied to ``model``, or ``step`` is below 0.
+        TypeError: ``step`` is no whole number.
         CheckpointError: on every rank: it could not be written. Earlier checkpoints are as they were.
     """
-    applied = required(model)
+    applied, step = required(model), _counted(step)
     ranks, target = _world(), Path(folder).resolve() / f"{PREFIX}{step:08}"
     doing, partial = f"cannot save the checkpoint {target}", beside(target)
     with ranks.together(doing):
@@ -154,6 +159,13 @@ def save_checkpoint(
     group = dist.new_group(backend="gloo") if ranks.groups else None
     own = Ranks([group] if group is not None else [])
     return Saving(target, lambda: _write(state, marker, target, own), group)
+
+
+def _counted(step: int) -> int:
+    step = index(step)
+    if step < 0:
+        raise ValueError(f"step is {step}: checkpoints are numbered from 0 on")
+    return step
 
 
 def _world() -> Ranks:
@@ -207,9 +219,13 @@ class _Writer(FileSystemWriter):
 
 
 def latest_checkpoint(folder: str | Path) -> Path | None:
-    """The finished checkpoint of the highest step in a folder that `save_checkpoint` wrote to; None without one."""
-    finished = sorted(marker.parent for marker in Path(folder).glob(f"{PREFIX}*/{MARKER}"))
-    return finished[-1] if finished else None
+    """The finished checkpoint of the highest step in a folder that `save_checkpoint` wrote to; None without one.
+
+    Only ``step-N`` counts, and ``step-N.previous`` where there is no finished ``step-N``.
+    """
+    finished = [marker.parent for marker in Path(folder).glob(f"{PREFIX}*/{MARKER}")]
+    ordered = [(int(name[1]), name[2] is None, path) for path in finished if (name := NAMES.fullmatch(path.name))]
+    return max(ordered)[-1] if ordered else None
 
 
 @torch.no_grad()
@@ -302,7 +318,7 @@ def _find(folder: Path) -> _Found:
 
 
 def _finished(folder: Path) -> Path:
-    if (folder / MARKER).is_file() or folder.name.startswith(PREFIX):
+    if (folder / MARKER).is_file() or NAMES.fullmatch(folder.name):
         return folder
     found = latest_checkpoint(folder)
     if found is None:
