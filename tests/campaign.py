@@ -139,7 +139,7 @@ def _run(ranks: LocalRanks, mutant: Mutant, targets: list[Target | None]) -> tup
     found = [
         (
             bool(dry_run(target, build_meta_model(model)).findings),
-            bool(prove(target, make_subject(model_of(model), target.mesh, ranks.size), ranks)),
+            bool(prove(target, make_subject(model_of(model), target, ranks.size), ranks)),
         )
         for model, target in zip(REAL[mutant.plan], targets, strict=True)
         if target is not None
@@ -235,14 +235,18 @@ An oracle (`tests/oracle.py`) applies each without asking the checks, on other m
 `--verify` uses, and compares logits, loss, every gradient, replicas and the gradient norm with the unsharded model.
 *Wrong*: numbers change, or it crashes. *Wasteful*: numbers hold, but memory or communication suffer, or what was
 written does nothing or states a layout that is not there. *Harmless*: neither. Each mutant counts once in each mode.
+*Named*: refused, or said in a warning or a note. The runs look only at what `--check` lets pass.
 """
 
 
 def report(verdicts: list[Verdict]) -> str:
     odd = list(exceptions(verdicts))
     by_mode = Counter((verdict.plan, verdict.mode) for verdict in verdicts)
-    looked_at = ", ".join(f"{number} of {plan} in {mode}" for (plan, mode), number in by_mode.items())
-    lines = [INTRODUCTION, f"Looked at: {looked_at}.\n", table(verdicts), "", *odd]
+    all_of = {plan: len(list(mutants(plan))) for plan in dict.fromkeys(verdict.plan for verdict in verdicts)}
+    looked_at = ", ".join(f"{number} of {plan}'s {all_of[plan]} in {mode}" for (plan, mode), number in by_mode.items())
+    share = 100 * len(verdicts) / (2 * sum(all_of.values()))
+    sampled = f"A sample, {share:.1f} % of all, every so many of them: {looked_at}." if share < 100 else "All of them."
+    lines = [INTRODUCTION, f"{sampled}\n", table(verdicts), "", *odd]
     return "\n".join(lines).rstrip() + "\n"
 
 

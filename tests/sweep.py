@@ -55,6 +55,8 @@ RAISES = "SP401"
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 ROUTED = {"n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6, "moe_intermediate_size": 1408}
+INDEXER = {"n_heads": 16, "kv_heads": 1, "head_dim": 256, "budget": 2048, "compress_ratio": 4}
+QWEN4 = {f"indexer_{name}": value for name, value in INDEXER.items()}
 # What some types' default configurations leave out, and without which they do not run.
 NEEDED: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
@@ -65,6 +67,8 @@ NEEDED: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 48, "head_dim": 128},
+    "qwen4_exp": {"text_config": QWEN4},
+    "qwen4_exp_text": QWEN4,
 }
 
 
@@ -179,7 +183,7 @@ def verdict(ranks: LocalRanks, model: nn.Module, resolved: ResolvedPlan, sequenc
     if refused:
         return f"refused: {refused[0].code} {refused[0].message}"
     try:
-        subject = make_subject(model, MESH, ranks.size)
+        subject = make_subject(model, target, ranks.size)
     except PlanError as error:
         return f"not shrunk: {error.diagnostics[0].message}"
     found = prove(target, subject, ranks)

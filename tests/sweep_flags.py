@@ -11,14 +11,13 @@ from transformers import PreTrainedConfig
 
 from shardplan.checks.names import general
 from shardplan.diagnostics import PlanError
-from shardplan.mesh import parse_mesh
-from shardplan.verify.prove import make_subject
+from shardplan.verify.shrink import shrink
 from shardplan.verify.weights import randomise
 
 # Of the class that all configurations derive from, or nearly all have: they ask for more output, or for a cache, or are
 # for other kinds of models.
 OF_EVERY_MODEL = frozenset((*vars(PreTrainedConfig()), "use_cache")) - {"tie_word_embeddings"}
-SEED, LENGTH = 7, 16
+SEED, LENGTH, RANKS = 7, 16, 2
 
 
 def booleans(config: Any) -> Iterator[tuple[str, bool]]:
@@ -49,7 +48,7 @@ def _differ(default: nn.Module, flipped: nn.Module) -> bool:
 
 
 def _logits(model: nn.Module) -> list[torch.Tensor]:
-    build = make_subject(model, parse_mesh("dp=1,tp=2"), 2).build
+    build = shrink(model, RANKS, RANKS)
     torch.manual_seed(SEED)
     small: Any = build()
     randomise(small, SEED)

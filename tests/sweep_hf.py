@@ -21,18 +21,17 @@ from torch.distributed.tensor import DTensor
 from shardplan.checks.names import general
 from shardplan.hf.styles import HF_STYLES, Meaning
 from shardplan.inventory import Inventory, ModuleInfo, ParameterInfo
-from shardplan.mesh import parse_mesh
 from shardplan.verify.batches import ROWS
 from shardplan.verify.compare import FLOOR, GRADIENT, LENGTHS, LOGITS
-from shardplan.verify.prove import make_subject
 from shardplan.verify.ranks import LocalRanks, RanksFailedError
 from shardplan.verify.rounding import Rounding
+from shardplan.verify.shrink import shrink
 from shardplan.verify.weights import randomise
 from sweep_rows import EXACT
 
 # What is told of several, first to last.
 KINDS = ("not saved", "crash", "wrong logits", "wrong gradients at once", "wrong gradients from the second micro-batch")
-SEED = 7
+SEED, RANKS = 7, 2
 SECONDS = 90.0  # until ranks of which one waits for another count as hanging
 
 
@@ -46,7 +45,7 @@ def verdict(ranks: LocalRanks, model: nn.Module) -> str:
     Raises:
         PlanError: SP903, the model cannot be made small.
     """
-    build = make_subject(model, parse_mesh("dp=1,tp=2"), 2).build
+    build = shrink(model, RANKS, RANKS)
     with TemporaryDirectory(prefix="sweep-") as folder:
         try:
             found = ranks.run(compare, build, folder, size=2, timeout=SECONDS)

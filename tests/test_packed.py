@@ -9,7 +9,9 @@ import pytest
 import broken_models
 from golden import BROKEN
 from shardplan import check_plan
-from shardplan.diagnostics import Diagnostic, Severity
+from shardplan.diagnostics import Diagnostic, Location, Severity
+from shardplan.merge import HF
+from shardplan.plan import Plan
 from shardplan.references import build_meta_model
 from tiny_models import build_meta
 
@@ -248,7 +250,21 @@ def test_experts_that_stay_whole_in_a_block_are_refused(style: str | None) -> No
     ]
 
 
+def left_whole() -> Any:
+    """A Llama of whose plan only the ends are there, and whose linears have names that nobody knows."""
+    model: Any = build_meta("llama")
+    model.tp_plan.clear()
+    model.tp_plan.update({"model.embed_tokens": "embedding_rowwise", "lm_head": "colwise_gather_output"})
+    for layer in model.model.layers:
+        for module, name in ((layer.self_attn, "o_proj"), (layer.mlp, "down_proj")):
+            setattr(module, f"other_{name}", getattr(module, name))
+            delattr(module, name)
+    return model
+
+
 def test_what_transformers_leaves_whole_is_a_warning() -> None:
-    found = {finding.code: finding for finding in check_plan("auto", broken_models.gpt_oss(), "tp=2")}
+    found = {
+        finding.code: finding for finding in check_plan([Plan(HF, Location(HF), over_hf=True)], left_whole(), "tp=2")
+    }
     assert found["SP211"].severity is Severity.WARNING
     assert "stay whole over tp: transformers' own plan does not say how to cut" in found["SP211"].message

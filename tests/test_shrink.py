@@ -10,10 +10,16 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from golden import ROOT
 from shardplan.diagnostics import PlanError
+from shardplan.inventory import take_inventory
+from shardplan.merge import read_plan
 from shardplan.references import build_meta_model
+from shardplan.resolve import resolve
 from shardplan.verify.shrink import Shrunk, shrink
 from shardplan.verify.sizes import Role, Scale, role_of
+from shardplan.verify.treatments import layers_told_apart
+from tiny_models import build_meta
 
 # Classes that do not build from their own default configuration, on transformers 5.24.
 NOT_BUILT = {
@@ -24,9 +30,6 @@ NOT_BUILT = {
 NOT_SHRUNK = {
     "blt": "three transformers with sizes of their own under one configuration",
     "deepseek_v2": "its default configuration chooses None experts",
-    "dots3_note": "per-layer lists that must agree with one another",
-    "dots3_note_text": "per-layer lists that must agree with one another",
-    "falcon_h1": "the mixer's width must equal heads times head dim, both beside the attention's",
     "gemma4_unified_assistant": "needs another model's states",
     "mimo_v2_flash": "flash kernels that ask for aligned strides",
     "xmod": "needs a language",
@@ -88,6 +91,23 @@ def test_layers_that_differ_are_made_small_each_by_itself() -> None:
     config = shrunk("dots3_note_text").config
     heads = {layer.num_attention_heads for layer in config.per_layer_config}
     assert heads == {64, 32}  # of 128 and 64, for half the ranks
+
+
+@pytest.mark.parametrize(
+    ("rules", "layers"),
+    [
+        ({}, 2),  # the stream is cut at the first
+        ({"model.layers.[2-3].mlp.up_proj": "colwise"}, 3),
+        ({"model.layers.3.self_attn": None}, 4),
+        ({"model.layers.[1-3].mlp.up_proj": "colwise"}, 2),
+    ],
+)
+def test_a_layer_is_kept_of_every_kind_that_the_plan_makes(rules: dict[str, str | None], layers: int) -> None:
+    model = build_meta("llama", num_hidden_layers=4)
+    plans: list[Any] = [ROOT / "plans" / "llama.yaml", *([rules] if rules else [])]
+    resolved = resolve(read_plan(plans, ("LlamaForCausalLM",)), take_inventory(model))
+    assert layers_told_apart(resolved, 4) == layers
+    assert shrink(model, 4, 2, resolved).config.num_hidden_layers == layers
 
 
 @pytest.mark.processes  # not quick

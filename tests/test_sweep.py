@@ -16,7 +16,7 @@ import sweep_table
 import tiny_models
 from pool import Pool
 from shardplan.inventory import take_inventory
-from shardplan.verify.prove import make_subject
+from shardplan.verify.shrink import shrink
 from sweep_rows import EXACT, Row, read_record, record
 
 SAMPLE = 2  # types of models a day
@@ -101,7 +101,7 @@ def test_the_table_says_what_each_pass_found(monkeypatch: pytest.MonkeyPatch, tm
 def test_transformers_own(pool: Pool, tmp_path: Path, name: str, said: str) -> None:
     """transformers 5.24 sums the accumulated gradient of a head norm after every backward."""
     model = tiny_models.build_meta(name)
-    build = make_subject(model, sweep.MESH, 2).build
+    build = shrink(model, 2, 2)
     for found in pool.run(2, sweep_hf.compare, build, str(tmp_path)):
         assert found.startswith(said)
         assert bool(found) == bool(said)

@@ -120,7 +120,7 @@ def verify_plan(
     findings = {finding: None for target in targets for finding in check(target)}
     if errors(findings):
         return tuple(findings)
-    subject = make_subject(built, first.mesh, processes, builder=None if model is built else model)
+    subject = make_subject(built, first, processes, builder=None if model is built else model)
     with LocalRanks(subject.mesh.size) as ranks:
         return (*findings, *(found for target in targets for found in prove(target, subject, ranks)))
 

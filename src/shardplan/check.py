@@ -20,7 +20,13 @@ from shardplan.checks.members import check_members
 from shardplan.checks.options import check_dropout, check_options, check_reduce_dtype
 from shardplan.checks.packed import check_dim, check_local_sizes, check_packed, check_packing, check_sections
 from shardplan.checks.parts import check_parts
-from shardplan.checks.side import check_norms_of_parts, check_shards, check_side_parameters, check_whole_experts
+from shardplan.checks.side import (
+    check_counted_once,
+    check_norms_of_parts,
+    check_shards,
+    check_side_parameters,
+    check_whole_experts,
+)
 from shardplan.checks.sizes import check_dims, check_head_counts, check_heads, check_shared_heads
 from shardplan.checks.stream import check_stream
 from shardplan.checks.target import Target
@@ -61,6 +67,7 @@ CHECKS: tuple[Check, ...] = (
     check_side_parameters,
     check_whole_experts,
     check_norms_of_parts,
+    check_counted_once,
     check_shards,
     check_options,
     check_reduce_dtype,

@@ -47,7 +47,8 @@ def _decide(module: ResolvedModule) -> Iterator[Rule]:
     if module.rule is None or style is None:
         return
     overrides = len(module.speakers) > 1
-    if overrides or _converts(module) or style.opens_block or style.positions or style.native is not None:
+    acts = style.opens_block or style.positions or style.counted_once or style.native is not None
+    if overrides or acts or _converts(module):
         yield module.rule
 
 

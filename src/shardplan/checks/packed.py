@@ -166,7 +166,7 @@ def check_packing(target: Target) -> Iterator[Diagnostic]:
 def _due(group: Group, columns: int, rows: int) -> tuple[tuple[int, ...], ...]:
     """The sections that a projection of so many columns may have before a linear that takes so many rows."""
     heads = group.owner.info.attention
-    if columns == rows:
+    if columns == rows or (heads and columns == heads.kv_heads * heads.head_dim):
         return ((columns,),)
     if heads and _packs_attention(group, columns):
         kv = heads.kv_heads * heads.head_dim
@@ -192,6 +192,8 @@ def check_dim(target: Target) -> Iterator[Diagnostic]:
             )
 
 
+_OF_EVERY_RANK = ("top_k", "topk", "top_k_group", "topk_group", "n_group", "num_experts", "num_experts_per_tok",
+                  "num_local_experts", "n_routed_experts", "hidden_size", "num_hidden_layers", "layer_idx")  # fmt: skip
 _OF_ONE_HEAD = ("head_dim", "head_size", "qk_head_dim", "v_head_dim", "num_key_value_groups")
 
 
@@ -212,6 +214,15 @@ def check_local_sizes(target: Target) -> Iterator[Diagnostic]:
                     where=rule.where,
                     subject=name,
                     expected="local sizes that count heads, groups, or features over all of them",
+                    hint=f"remove {attribute} from local_sizes",
+                )
+            elif attribute.removeprefix("config.") in _OF_EVERY_RANK:
+                yield Diagnostic(
+                    "SP214",
+                    f"{attribute} of {name} counts what every rank has all of",
+                    where=rule.where,
+                    subject=name,
+                    expected="local sizes that count heads, groups, or features of which each rank has a part",
                     hint=f"remove {attribute} from local_sizes",
                 )
             elif attribute not in has:

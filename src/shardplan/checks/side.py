@@ -10,6 +10,7 @@ from shardplan.checks.names import general
 from shardplan.checks.packed import known_lengths
 from shardplan.checks.target import Target, listed
 from shardplan.diagnostics import Diagnostic
+from shardplan.experts import GIVING, TAKING, ExpertsInfo
 from shardplan.inventory import ParameterInfo, ancestors
 from shardplan.resolve import ResolvedModule, ResolvedParameter
 from shardplan.styles import Kind, Split
@@ -130,6 +131,30 @@ def _gives_a_sum(target: Target, group: Group, module: ResolvedModule, parameter
 _CONVOLUTIONS = ("Conv1d",)
 
 
+def check_counted_once(target: Target) -> Iterator[Diagnostic]:
+    """SP105: what is counted once is an expert that every rank runs whole."""
+    for module in target.resolved.modules:
+        style, rule = module.style, module.rule
+        if style is None or rule is None or not style.counted_once or not rule.style:
+            continue
+        name, prefix = general(module.fqn), f"{module.fqn}."
+        cut = [m for m in target.resolved.modules if m.fqn.startswith(prefix) and any(map(_is_cut, m.parameters))]
+        if cut:
+            message = f"{general(cut[0].fqn)} below it is cut: its output is a part of a sum already"
+        elif not any("expert" in part for part in module.fqn.split(".")):
+            message = "its output is handed on inside the block, and does not go into the sum at its end"
+        else:
+            continue
+        yield Diagnostic(
+            "SP105",
+            f"style {style.name} on {name}: {message}",
+            where=rule.where,
+            subject=name,
+            expected="an expert that hands its input through, or that stays whole beside others",
+            hint="remove the rule",
+        )
+
+
 def check_norms_of_parts(target: Target) -> Iterator[Diagnostic]:
     """SP208: behind a block's last row-wise linear there are parts of a sum, and a norm over them is not one of it.
 
@@ -183,6 +208,10 @@ def _misplaced_shard(
     shape, dim = parameter.info.shape, parameter.style.dim if parameter.style else 0
     if dim >= len(shape):
         return f"it has no dim {dim}, its shape is {shape}", f"a dim below {len(shape)}"
+    lies = _lies(module.info.experts, parameter.info.name) if len(shape) == 3 else None
+    if lies is not None and dim != lies:
+        side = "gives" if parameter.info.name in GIVING else "takes"
+        return f"an expert {side} its features along dim {lies}, and dim {dim} is that of the stream", f"dim: {lies}"
     if len(shape) > 2 and dim == 0:
         return "it cuts over the experts, and each rank routes to all of them", "a dim of features inside an expert"
     if module.inside is None:
@@ -193,6 +222,13 @@ def _misplaced_shard(
     if group is None or _follows_heads(target, shape, dim, group, module) or _pairs(target, parameter, module):
         return None  # without a group: what is wrong with its block is said already
     return f"nothing else in {group.name} is cut along a dim of {shape[dim]}", "a dim of heads or of cut features"
+
+
+def _lies(experts: ExpertsInfo | None, name: str) -> int | None:
+    """The dim of a parameter of fused experts along which each rank may have a part; None where nobody says."""
+    if experts is None or name not in (*GIVING, TAKING):
+        return None
+    return experts.taken if name == TAKING else experts.given
 
 
 def _follows_heads(target: Target, shape: tuple[int, ...], dim: int, group: Group, module: ResolvedModule) -> bool:

@@ -49,7 +49,7 @@ class Verifier:
         from shardplan.verify.prove import make_subject, prove
 
         target = situation.target
-        subject = make_subject(model_of(situation.model), target.mesh, self._processes, _builder(situation.model))
+        subject = make_subject(model_of(situation.model), target, self._processes, _builder(situation.model))
         key = (plan, situation.model, tuple(map(str, subject.changes)), subject.mesh, target.sequence_parallel)
         if key in self._proven:  # another mesh came to the same small model
             return

@@ -30,13 +30,13 @@ class Subject:
 
 
 def make_subject(
-    model: nn.Module, mesh: MeshSpec, processes: int, builder: Callable[[], nn.Module] | None = None
+    model: nn.Module, target: Target, processes: int, builder: Callable[[], nn.Module] | None = None
 ) -> Subject:
-    """The small model on which a plan for ``model`` on ``mesh`` is proven.
+    """The small model on which ``target`` is proven: the plan, for ``model`` on its mesh.
 
     Args:
         model: as large as it is, usually on the meta device.
-        mesh: the one that the plan is meant for.
+        target: the plan for it, and the mesh that it is meant for.
         processes: how many there are.
         builder: a function of a module, or another picklable one, that builds ``model``, where there is one. Its model
             is taken as it is, if it is small enough to run.
@@ -44,10 +44,10 @@ def make_subject(
     Raises:
         PlanError: SP903, the model cannot be made small.
     """
-    small = small_mesh(mesh, processes)
+    small = small_mesh(target.mesh, processes)
     if builder is not None and sum(parameter.numel() for parameter in model.parameters()) <= SMALL_ENOUGH:
         return Subject(builder, (), small)
-    shrunk = shrink(model, mesh.tp, small.tp)
+    shrunk = shrink(model, target.mesh.tp, small.tp, target.resolved)
     return Subject(shrunk, shrunk.changes, small)
 
 

@@ -18,7 +18,9 @@ from torch import nn
 
 from shardplan.checks.names import general
 from shardplan.diagnostics import Diagnostic, PlanError
+from shardplan.resolve import ResolvedPlan
 from shardplan.verify.sizes import Role, Scale, role_of, small
+from shardplan.verify.treatments import layers_told_apart
 
 HEAD_DIMS = (8, 16, 32)  # sections of rotary dims and partial rotary factors may need more than 8
 NOT_SIZES = ("id2label", "label2id", "dtype")
@@ -50,13 +52,14 @@ class Shrunk:
         return model
 
 
-def shrink(model: nn.Module, tp: int, small_tp: int) -> Shrunk:
+def shrink(model: nn.Module, tp: int, small_tp: int, resolved: ResolvedPlan | None = None) -> Shrunk:
     """Find a small configuration for the class of ``model``.
 
     Args:
         model: a transformers model, usually on the meta device; its configuration is left as it is.
         tp: the tensor parallel degree that the plan is meant for.
         small_tp: the one that it will be run on.
+        resolved: the plan for ``model``: one layer is kept of every kind that it makes of them.
 
     Raises:
         PlanError: SP903, no attempt gives a model of the same architecture that runs; with the reason of the last.
@@ -64,9 +67,10 @@ def shrink(model: nn.Module, tp: int, small_tp: int) -> Shrunk:
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "to_dict"):
         raise _refused(model, "it has no transformers configuration to make smaller")
-    kept, reason = _layers_to_keep(model), "nothing was tried"
+    total, reason = _layers_of(config), "nothing was tried"
+    kept = max(_layers_to_keep(model), layers_told_apart(resolved, total) if resolved else 0)
     for head_dim in HEAD_DIMS:
-        for layers in dict.fromkeys((kept, max(kept, 4), _layers_of(config))):
+        for layers in dict.fromkeys((kept, max(kept, 4), total)):
             fields = _small_fields(config.to_dict(), tp, small_tp, layers, head_dim)
             shrunk, reason = _attempt(model, config, fields)
             if shrunk is not None:
