@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import FalconH1Config, FalconH1ForCausalLM
 
 import parity
 import tiny_models
@@ -94,6 +95,32 @@ def in_dtype(name: str, mesh_text: str, source: str, target: str, dtype: torch.d
     apply_plan(model, tiny_models.plan_of(name), parity.build_mesh(mesh_text))
     load_weights(model, source)
     save_weights(model, target)
+
+
+def falcon_h1() -> nn.Module:
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    mamba = {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8}
+    scales = {"ssm_multipliers": [0.5, 0.6, 0.7, 0.8, 0.9]}
+    return FalconH1ForCausalLM(FalconH1Config(**sizes, **heads, **mamba, **scales))
+
+
+FALCON_H1 = {
+    "model.layers.*.feed_forward": "block",
+    "model.layers.*.feed_forward.{gate,up}_proj": "colwise",
+    "model.layers.*.feed_forward.down_proj": "rowwise",
+}
+
+
+def loaded_falcon_h1(source: str) -> tuple[Tensors, Tensors, bool]:
+    """Weights and buffers of one that was loaded from the meta device; whether that drew random numbers."""
+    with torch.device("meta"):
+        model = falcon_h1()
+    apply_plan(model, FALCON_H1, parity.build_mesh("tp=2"))
+    before = torch.get_rng_state()
+    load_weights(model, source)
+    drew = not torch.equal(before, torch.get_rng_state())
+    return dict(hf_state_dict(model)), {name: buffer.clone() for name, buffer in model.named_buffers()}, drew
 
 
 class Plain(nn.Module):

@@ -16,6 +16,7 @@ import tiny_models
 from pool import Pool
 from shardplan.checkpoint import folder as folders
 from shardplan.checkpoint.progress import tracked
+from shardplan.checkpoint.unsharded import Unsharded
 from shardplan.mesh import parse_mesh
 
 ODD = {"vocab_size": 257}
@@ -78,6 +79,45 @@ def test_a_loaded_model_computes_and_trains_as_the_unsharded_one(
     saved(name, tmp_path, **FAMILIES[name])
     for faults in pool.run(parse_mesh(mesh).size, checkpoint_jobs.loaded, name, mesh, str(tmp_path), FAMILIES[name]):
         assert faults == []
+
+
+def test_buffers_that_a_module_above_computes(pool: Pool, tmp_path: Path) -> None:
+    """Falcon-H1 fills a buffer of the mixers in the initialisation of the model around them; weights are the file's."""
+    original: Any = checkpoint_jobs.falcon_h1()
+    original.save_pretrained(tmp_path)
+    expected = dict(original.named_buffers())
+    assert len(expected["model.layers.1.mamba.mup_vector"].unique()) == 5
+    for weights, buffers, drew in pool.run(2, checkpoint_jobs.loaded_falcon_h1, str(tmp_path)):
+        assert buffers.keys() == expected.keys()
+        assert all(torch.equal(buffers[name], expected[name]) for name in expected)
+        assert all(torch.equal(weights[name], tensor) for name, tensor in original.state_dict().items())
+        assert not drew
+
+
+class _Flags(nn.Module):
+    """Buffers on the meta device by name, of which ``computed`` is all that an initialisation fills."""
+
+    def __init__(self, dtype: torch.dtype, value: Any) -> None:
+        super().__init__()
+        self.value = value
+        for name in ("computed", "forgotten"):
+            self.register_buffer(name, torch.empty(3, dtype=dtype, device="meta"), persistent=False)
+
+    def initialize_weights(self) -> None:
+        self.get_buffer("computed").fill_(self.value)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [(torch.bool, False), (torch.bool, True), (torch.float32, 0.0), (torch.int64, 0), (torch.complex64, 1j)],
+)
+def test_a_buffer_that_nobody_computes_is_not_taken_for_computed(dtype: torch.dtype, value: Any) -> None:
+    twin = _Flags(dtype, value)
+    unsharded = Unsharded.__new__(Unsharded)
+    unsharded._twin = twin
+    computed = dict(unsharded.unsaved_buffers(dict(twin.named_buffers())))
+    assert computed.keys() == {"computed"}
+    assert torch.equal(computed["computed"], torch.full((3,), value, dtype=dtype))
 
 
 @pytest.mark.parametrize("from_folder", [True, False])

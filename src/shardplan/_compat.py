@@ -283,13 +283,16 @@ def keep_conversions(source: Any, target: Any) -> None:
 def compute_unsaved_buffers(model: Any) -> None:
     """transformers 5.24: have ``model`` compute the buffers that are in no checkpoint, and nothing else.
 
-    Its initialisation passes over what has the attribute ``_is_hf_initialized``.
+    Its initialisation passes over what has the attribute ``_is_hf_initialized``. A module that has such buffers below
+    it is not passed over: FalconH1Model fills those of its layers' mixers. Random numbers that an initialisation draws
+    for nothing are given back.
     """
     for module in model.modules():
-        module._is_hf_initialized = not module._non_persistent_buffers_set
+        module._is_hf_initialized = not any(below._non_persistent_buffers_set for below in module.modules())
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             tensor._is_hf_initialized = True
         for name in module._non_persistent_buffers_set:
             if module._buffers[name] is not None:
                 module._buffers[name]._is_hf_initialized = False
-    model.initialize_weights()
+    with torch.random.fork_rng(devices=()):
+        model.initialize_weights()

@@ -108,19 +108,29 @@ class Unsharded:
         """
         if self._twin is None:
             return
+        computed = self._computed(like, flag=False)
+        # Of the two values that a bool has neither says that nobody computed it; one that is kept whatever it is does.
+        flags = {name: buffer for name, buffer in like.items() if buffer.dtype == torch.bool}
+        again = self._computed(like, flag=True) if flags else {}
+        for name, buffer in computed.items():
+            if name in flags:
+                known = torch.equal(buffer, again[name])
+            else:
+                known = not buffer.numel() or bool((buffer != _unset(buffer.dtype)).any())
+            if known:
+                yield name, buffer
+
+    def _computed(self, like: Mapping[str, Tensor], *, flag: bool) -> dict[str, Tensor]:
+        """What is in such buffers when transformers is done; ``flag`` is in those of bool before."""
         for name, buffer in like.items():
             path, _, own = name.rpartition(".")
-            unset = torch.full(buffer.shape, _unset(buffer.dtype), dtype=buffer.dtype)
-            self._twin.get_submodule(path)._buffers[own] = unset
+            value = flag if buffer.dtype == torch.bool else _unset(buffer.dtype)
+            self._twin.get_submodule(path)._buffers[own] = torch.full(buffer.shape, value, dtype=buffer.dtype)
         _compat.compute_unsaved_buffers(self._twin)
-        for name, buffer in like.items():
-            computed = self._twin.get_buffer(name)
-            if buffer.dtype == torch.bool or not buffer.numel() or bool((computed != _unset(buffer.dtype)).any()):
-                yield name, computed
+        return {name: self._twin.get_buffer(name) for name in like}
 
 
-def _unset(dtype: torch.dtype) -> float | bool:
-    """What no computation gives, where the dtype has such a value."""
-    if dtype == torch.bool:
-        return False
-    return torch.finfo(dtype).min if dtype.is_floating_point else torch.iinfo(dtype).min
+def _unset(dtype: torch.dtype) -> float:
+    """What no computation gives."""
+    fractional = dtype.is_floating_point or dtype.is_complex
+    return torch.finfo(dtype).min if fractional else torch.iinfo(dtype).min
