@@ -96,6 +96,12 @@ def into(target: str, what: str, limited: bool = False, user: int | None = None)
         return said(save_and_wait, target, model, asynchronous=what == "background")
 
 
+def into_a_mount_point(target: str) -> Said:
+    model = of_number(2)
+    with mock.patch("os.path.ismount", lambda path: str(path) == target):
+        return said(save_weights, model, target)
+
+
 def save_and_wait(target: str, model: nn.Module, *, asynchronous: bool) -> None:
     saving = save_checkpoint(target, model, step=9, asynchronous=asynchronous)
     if saving is not None:

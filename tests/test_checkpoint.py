@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -175,6 +177,71 @@ def test_a_file_system_that_cannot_exchange(tmp_path: Path, monkeypatch: pytest.
         folders.put_in_place(partial, tmp_path / "out")
         assert (tmp_path / "out/file").read_text() == str(number)
         assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("exchanged", [True, False])
+@pytest.mark.parametrize("linked", [True, False])
+def test_what_is_kept_may_be_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanged: bool, linked: bool
+) -> None:
+    """Links to nowhere, pipes, files that may be neither linked nor read, and folders of them; none is opened."""
+    target = tmp_path / "out"
+    (target / "runs").mkdir(parents=True)
+    for folder in (target, target / "runs"):
+        (folder / "dangling").symlink_to("nowhere")
+        os.mkfifo(folder / "pipe")
+        (folder / "mine").write_text("mine")
+    (target / "secret").write_text("secret")
+    monkeypatch.setattr(folders, "_exchange", folders._exchange if exchanged else lambda one, other: False)
+    monkeypatch.setattr(os, "link", refusing(os.link, "secret" if linked else ""))
+    monkeypatch.setattr(shutil, "copy2", refusing(shutil.copy2, "secret"))
+    opened: list[str] = []
+    monkeypatch.setattr(folders, "sync", lambda path: opened.append(path.name))
+
+    partial = folders.beside(target)
+    folders.begin(partial)
+    (partial / "model.safetensors").write_text("new")
+    (partial / "code").mkdir()
+    (partial / "code/model.py").write_text("new")
+    folders.put_in_place(partial, target, keep_others=True)
+
+    for folder in (target, target / "runs"):
+        assert (folder / "dangling").readlink() == Path("nowhere")
+        assert (folder / "pipe").is_fifo()
+        assert (folder / "mine").read_text() == "mine"
+    assert (target / "secret").read_text() == "secret"
+    assert (target / "model.safetensors").read_text() == (target / "code/model.py").read_text() == "new"
+    assert {"model.safetensors", "code", "model.py"} <= set(opened)
+    assert not {"dangling", "pipe", "secret"} & set(opened)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_was_moved_comes_back_where_the_folder_cannot_be_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, partial = tmp_path / "out", folders.beside(tmp_path / "out")
+    target.mkdir()
+    (target / "secret").write_text("secret")
+    folders.begin(partial)
+    monkeypatch.setattr(os, "link", refusing(os.link, ""))
+    monkeypatch.setattr(shutil, "copy2", refusing(shutil.copy2, ""))
+    monkeypatch.setattr(folders, "_exchange", lambda one, other: False)
+    monkeypatch.setattr(folders.Path, "rename", refusing(Path.rename, partial.name))
+    with pytest.raises(PermissionError):
+        folders.put_in_place(partial, target, keep_others=True)
+    assert [path.name for path in target.iterdir()] == ["secret"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [partial.name, "out"]
+
+
+def refusing(function: Any, name: str) -> Any:
+    """``function``, which may not be called on a file of that name, or of any name."""
+
+    def refuse(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if name in ("", Path(path).name):
+            raise PermissionError(1, "Operation not permitted", str(path))
+        return function(path, *args, **kwargs)
+
+    return refuse
 
 
 @pytest.mark.parametrize("odd", [False, True])

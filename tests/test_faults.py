@@ -177,6 +177,15 @@ def test_a_file_where_the_folder_should_be(pool: Pool, tmp_path: Path) -> None:
     assert (tmp_path / "out").read_text() == "mine"
 
 
+def test_a_mount_point_is_refused_before_anything_is_written(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    assert agreed(pool.run(4, fault_jobs.into_a_mount_point, str(tmp_path / "out"))) == (
+        f"cannot save weights to {tmp_path / 'out'}: it is a mount point, which no other folder can take the place of: "
+        "give a folder in it"
+    )
+    assert list(tmp_path.rglob("*")) == [tmp_path / "out"]
+
+
 @pytest.mark.parametrize(
     ("what", "moment"),
     [("weights", "file"), ("weights", "before"), ("weights", "after"), ("checkpoint", "file"), ("background", "file")],

@@ -107,37 +107,85 @@ def begin(partial: Path) -> None:
     partial.mkdir(parents=True)
 
 
-def put_in_place(partial: Path, folder: Path) -> None:
-    """Let ``folder`` be ``partial``, whose files are on disk by then. What was there goes afterwards.
+def put_in_place(partial: Path, folder: Path, *, keep_others: bool = False) -> None:
+    """Bring ``partial`` to disk, and let ``folder`` be it. What was there goes afterwards.
 
     Where there is something already, the two are exchanged in one step, so that there is a whole folder at any time. On
     a file system that cannot do that, the old one is called ``NAME.previous`` for the moment between two steps.
+
+    Args:
+        keep_others: have in the new folder what the old one holds beside weights and configs: a tokenizer, say, or
+            other folders.
     """
-    for path in partial.rglob("*"):
-        sync(path)
-    sync(partial)
-    if not folder.exists():
-        partial.rename(folder)
-    elif _exchange(partial, folder):
-        shutil.rmtree(partial)
-    else:
-        previous = folder.with_name(f"{folder.name}.previous")
-        shutil.rmtree(previous, ignore_errors=True)
-        folder.rename(previous)
-        partial.rename(folder)
-        shutil.rmtree(previous)
+    _sync_below(partial)  # before what is kept comes in, which was on disk already and may be no file at all
+    unread = _keep_others(folder, partial) if keep_others else []
+    moved: list[str] = []
+    try:
+        for name in unread:
+            (folder / name).rename(partial / name)
+            moved.append(name)
+        sync(partial)
+        old = _swap(partial, folder)
+    except OSError:
+        for name in moved:
+            (partial / name).rename(folder / name)
+        raise
+    if old is not None:
+        shutil.rmtree(old)
     sync(folder.parent)
 
 
-def keep_others(folder: Path, partial: Path) -> None:
-    """Have in ``partial`` what ``folder`` holds beside weights and configs: a tokenizer, say, or other folders."""
+def _swap(partial: Path, folder: Path) -> Path | None:
+    """Give ``partial`` the name of ``folder``; where what was there is now."""
+    if not folder.exists():
+        partial.rename(folder)
+        return None
+    if _exchange(partial, folder):
+        return partial
+    previous = folder.with_name(f"{folder.name}.previous")
+    shutil.rmtree(previous, ignore_errors=True)
+    folder.rename(previous)
+    try:
+        partial.rename(folder)
+    except OSError:
+        previous.rename(folder)
+        raise
+    return previous
+
+
+def _sync_below(folder: Path) -> None:
+    """Links, pipes and the like have nothing to bring to disk, and opening them may fail or wait."""
+    for path in folder.rglob("*"):
+        if not path.is_symlink() and (path.is_file() or path.is_dir()):
+            sync(path)
+
+
+def _keep_others(folder: Path, partial: Path) -> list[str]:
+    """See `put_in_place`. Names of what can be neither linked nor read, and so has to be moved."""
+    unread = []
     for path in folder.iterdir() if folder.is_dir() else ():
-        if any(fnmatch(path.name, ours) for ours in OURS) or (partial / path.name).exists():
+        if any(fnmatch(path.name, ours) for ours in OURS) or os.path.lexists(partial / path.name):
             continue
-        if path.is_dir() and not path.is_symlink():
-            shutil.copytree(path, partial / path.name, symlinks=True, copy_function=_linked)
-        else:
-            _linked(path, partial / path.name)
+        try:
+            _keep(path, partial / path.name)
+        except _UNREADABLE:
+            discard(partial / path.name)
+            unread.append(path.name)
+    return unread
+
+
+# What copying raises: of a file, of a pipe and the like, of a folder with one of these.
+_UNREADABLE = (PermissionError, shutil.SpecialFileError, shutil.Error)
+
+
+def _keep(path: Path, other: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.copytree(path, other, symlinks=True, copy_function=_linked)
+        for below in (other, *other.rglob("*")):
+            if below.is_dir() and not below.is_symlink():
+                sync(below)
+    else:
+        _linked(path, other)
 
 
 def _linked(path: str | Path, other: str | Path) -> None:
@@ -146,6 +194,8 @@ def _linked(path: str | Path, other: str | Path) -> None:
         os.link(path, other, follow_symlinks=False)
     except OSError:
         shutil.copy2(path, other, follow_symlinks=False)
+        if not Path(other).is_symlink():
+            sync(Path(other))
 
 
 def discard(partial: Path) -> None:

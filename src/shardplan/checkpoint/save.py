@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardplan.checkpoint.folder import INDEX, ONE_FILE, begin, beside, discard, keep_others, put_in_place
+from shardplan.checkpoint.folder import INDEX, ONE_FILE, begin, beside, discard, put_in_place
 from shardplan.checkpoint.lazy import Box, LazyTensor, Source, lazy, whole
 from shardplan.checkpoint.load import by_identity, required
 from shardplan.checkpoint.progress import tracked
@@ -72,8 +73,7 @@ def save_weights(model: nn.Module, folder: str | Path, *, max_shard_bytes: int =
                 if len(files) > 1:
                     _write_index(files, tensors, partial)
                 unsharded.write_config(partial)
-                keep_others(folder, partial)
-                put_in_place(partial, folder)
+                put_in_place(partial, folder, keep_others=True)
     except CheckpointError:
         if ranks.first:
             discard(partial)
@@ -83,6 +83,8 @@ def save_weights(model: nn.Module, folder: str | Path, *, max_shard_bytes: int =
 def _require_folder(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise CheckpointError("it is a file")
+    if os.path.ismount(folder):
+        raise CheckpointError("it is a mount point, which no other folder can take the place of: give a folder in it")
 
 
 # ---------------------------------------------------------------- what is gathered
