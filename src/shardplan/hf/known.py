@@ -17,8 +17,13 @@ class Wrong:
     on_cut_stream_alone: bool = False
 
 
+_SEVERAL_STATES = Wrong("its layers take states of earlier ones beside the residual stream", on_cut_stream_alone=True)
+
 KNOWN_WRONG: dict[str, Wrong] = {
     "Gemma3nForCausalLM": Wrong("its MLPs take mean and deviation over features of which each rank has a part"),
-    "PhimoeForCausalLM": Wrong("its routers draw experts at random in training, on each rank anew"),
     "Gemma4ForConditionalGeneration": Wrong("it reads a row of the embedding, of whose rows each rank has a part"),
+    "Inkling2ForCausalLM": _SEVERAL_STATES,
+    "Inkling2LoopForCausalLM": _SEVERAL_STATES,
+    "NanoChatForCausalLM": Wrong("the norm behind its layers runs before them, too", on_cut_stream_alone=True),
+    "PhimoeForCausalLM": Wrong("its routers draw experts at random in training, on each rank anew"),
 }
