@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test parity campaign sweep check lint types quick-tests format schema golden clean
+.PHONY: help demo test parity campaign sweep bench check lint types quick-tests format schema golden clean
 
 help:
 	@echo "make demo    check the shipped plans, then train a tiny Llama on 4 processes and on one, and compare"
@@ -12,6 +12,7 @@ help:
 	@echo "make parity  the parity contract in every combination, about an hour; writes docs/parity.md"
 	@echo "make campaign  every mutation of the shipped plans against the checker, hours; writes docs/campaign.md"
 	@echo "make sweep   every model of transformers with a plan of its own, hours; writes docs/coverage.md"
+	@echo "make bench   seconds and collectives of a step against hand-written collectives and other tools"
 	@echo "make check   lint, format, types, and the tests that need no processes"
 	@echo "make format  rewrite the sources as ruff wants them"
 	@echo "make schema  write the two files in schemas anew"
@@ -39,6 +40,9 @@ sweep: $(READY)
 	$(BIN)/python tests/sweep.py --record build/sweep.jsonl
 	$(BIN)/python tests/sweep.py --hf --record build/sweep.jsonl
 	$(BIN)/python tests/sweep.py --flags --record build/sweep.jsonl --write
+
+bench: $(READY)
+	$(BIN)/python tests/benchmarks/speed.py
 
 check: $(READY)
 	@$(MAKE) --no-print-directory --jobs 2 lint types quick-tests

@@ -1,10 +1,10 @@
 """Seconds, collectives and bytes of a forward and backward on two ranks: shardplan, what else there is, and the floor.
 
-    python tests/benchmarks/speed.py [--rounds 40] [--write]
+    python tests/benchmarks/speed.py [--rounds 40] [--record FILE]
 
 Contestants take turns, one step each a round, on the same weights and batches; what counts is the median over rounds of
 a contestant's seconds over the floor's in the same round. The floor runs twice: what it differs from itself by (A/A) is
-what a ratio is worth. ``--write`` writes docs/speed.md and its picture.
+what a ratio is worth.
 """
 
 from __future__ import annotations
@@ -168,7 +168,6 @@ def main() -> None:
     parser.add_argument("--mesh", action="append", help="one of the meshes; may be repeated")
     parser.add_argument("--size", type=int, action="append", help="the number of a size; may be repeated")
     parser.add_argument("--record", type=Path, help="a file for the results, one JSON object a line")
-    parser.add_argument("--write", action="store_true", help="write docs/speed.md and docs/speed.png")
     arguments = parser.parse_args()
     pool, listed = Pool(RANKS), []
     for mesh in arguments.mesh or MESHES:
