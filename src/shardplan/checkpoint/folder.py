@@ -49,8 +49,9 @@ def open_weights(folder: Path) -> dict[str, LazyTensor]:
     """
     tensors: dict[str, LazyTensor] = {}
     for path, names in _files(folder):
-        if not path.is_file():
+        if not path.exists():
             raise CheckpointError(f"{path.name} is missing, which {INDEX} names")
+        _require_file(path)
         opened = _opened(path)
         held = list(opened.keys())
         for name in held if names is None else names:
@@ -61,6 +62,11 @@ def open_weights(folder: Path) -> dict[str, LazyTensor]:
                 raise CheckpointError(f"{name} in {path.name} is of dtype {slices.get_dtype()}, which is not read")
             tensors[name] = lazy(tuple(slices.get_shape()), DTYPES[slices.get_dtype()], _InFile(slices))
     return tensors
+
+
+def _require_file(path: Path) -> None:
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{path.name} is {'a folder' if path.is_dir() else 'something else'}, not a file")
 
 
 def _opened(path: Path) -> Any:
@@ -77,6 +83,8 @@ def _files(folder: Path) -> Iterator[tuple[Path, list[str] | None]]:
     if not folder.is_dir():
         raise CheckpointError("there is no such folder")
     index = folder / INDEX
+    for path in (index, folder / ONE_FILE):
+        _require_file(path)
     if not index.is_file():
         if not (folder / ONE_FILE).is_file():
             raise CheckpointError(f"it holds neither {ONE_FILE} nor {INDEX}")
@@ -86,6 +94,8 @@ def _files(folder: Path) -> Iterator[tuple[Path, list[str] | None]]:
         weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         by_file: dict[str, list[str]] = {}
         for name, file in weight_map.items():
+            if not isinstance(file, str):
+                raise TypeError(f"the file of {name} is {file!r}")
             by_file.setdefault(file, []).append(name)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{INDEX} is not an index: {error!r}") from error

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import accumulate, count
 from math import prod
 from typing import Any
@@ -68,6 +68,17 @@ class LazyTensor(Tensor):
 def lazy(shape: tuple[int, ...], dtype: torch.dtype, source: Source) -> LazyTensor:
     """A tensor whose values lie in ``source`` as they are."""
     return LazyTensor(torch.empty(shape, dtype=dtype, device="meta"), source)
+
+
+def origins(tensor: LazyTensor) -> Iterator[LazyTensor]:
+    """The tensors whose values end up in this one as they are, but for a cast; itself, where it is computed or read."""
+    source: Any = tensor.source
+    values = [] if isinstance(source, _Computed) else [getattr(source, field.name) for field in fields(source)]
+    inner = [value for value in tree_leaves(values) if isinstance(value, LazyTensor)]
+    if not inner:
+        yield tensor
+    for value in inner:
+        yield from origins(value)
 
 
 def whole(shape: tuple[int, ...] | torch.Size) -> Box:

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from shardplan.apply import Applied, applied_to
 from shardplan.checkpoint.boxes import boxes
 from shardplan.checkpoint.folder import open_weights
-from shardplan.checkpoint.lazy import Box, LazyTensor
+from shardplan.checkpoint.lazy import Box, LazyTensor, origins
 from shardplan.checkpoint.memory import materialise
 from shardplan.checkpoint.progress import tracked
 from shardplan.checkpoint.together import CheckpointError, Ranks
 from shardplan.checkpoint.unsharded import Unsharded
 from shardplan.weights import Stored, stored_tensors
 
+GENERATION_CONFIG = "generation_config.json"
 MOST_NAMED = 20  # names that a message lists of each kind
 
 
@@ -48,7 +49,8 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
     Raises:
         ValueError: no plan was applied to ``model``.
         CheckpointError: on every rank, before anything of the model is touched: files that are missing or not whole;
-            tensors that are missing, unknown or of another shape, all of them by name; tied ones that differ.
+            tensors that are missing, unknown, of another shape, or whole numbers where the model has fractions, all of
+            them by name; tied ones that differ; a ``generation_config.json`` that is none.
     """
     applied = required(model)
     ranks, folder = Ranks.of(model), Path(folder)
@@ -57,6 +59,8 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
         unsharded = Unsharded(model, applied)
         readings = _match(list(stored_tensors(model)), unsharded, folder)
         computed = computed_buffers(model, applied, unsharded)
+        root: Any = applied.compiled.find(model, "")
+        generation = _generation_config(folder) if hasattr(root, "generation_config") else None
     with ranks.together(doing):
         materialise(model, applied)
         parts = {entry.name: entry for entry in stored_tensors(model)}
@@ -64,7 +68,8 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
             _fill(parts[reading.stored.name], reading.tensor)
         fill_buffers(model, applied, computed)
         unsharded.keep_conversions()
-        _read_generation_config(applied.compiled.find(model, ""), folder)
+        if generation is not None:
+            root.generation_config = generation
 
 
 def required(model: nn.Module) -> Applied:
@@ -103,10 +108,27 @@ def _match(stored: list[Stored], unsharded: Unsharded, folder: Path) -> list[_Re
         for entry in stored
         if entry.name in converted.tensors and tuple(converted.tensors[entry.name].shape) != entry.shape
     ]
-    refuse({"missing": missing, "not in the model": unexpected, "of another shape": (*converted.unfit, *misshapen)})
+    refuse({
+        "missing": missing,
+        "not in the model": unexpected,
+        "of another shape": (*converted.unfit, *misshapen),
+        "of another kind": [said for entry in stored for said in _of_another_kind(entry, converted.tensors)],
+    })  # fmt: skip
     given = [[entry for entry in tied if entry.name in converted.tensors] for tied in twins]
     refuse({"tied in the model, and different in the checkpoint": list(_different(given, converted.tensors))})
     return [_Reading(tied[0], converted.tensors[tied[0].name]) for tied in given]
+
+
+def _of_another_kind(entry: Stored, tensors: Mapping[str, LazyTensor]) -> Iterator[str]:
+    """Whole numbers where fractions belong, such as a quantised weight, or the other way: no cast makes these right."""
+    wanted = entry.parts[0].dtype
+    given = origins(tensors[entry.name]) if entry.name in tensors else ()
+    for dtype in {tensor.dtype for tensor in given if _fractional(tensor.dtype) != _fractional(wanted)}:
+        yield f"{entry.name} is {dtype}, not {wanted}"
+
+
+def _fractional(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def by_identity(stored: Iterable[Stored]) -> list[list[Stored]]:
@@ -187,8 +209,16 @@ def _unsaved_buffers(model: nn.Module, applied: Applied) -> Iterator[tuple[str, 
                 yield f"{compiled.fqn}.{name}" if compiled.fqn else name, buffer
 
 
-def _read_generation_config(root: Any, folder: Path) -> None:
-    if (folder / "generation_config.json").is_file() and hasattr(root, "generation_config"):
-        from transformers import GenerationConfig
+def _generation_config(folder: Path) -> Any:
+    """
+    Raises:
+        CheckpointError: there is one that is none.
+    """
+    if not (folder / GENERATION_CONFIG).is_file():
+        return None
+    from transformers import GenerationConfig
 
-        root.generation_config = GenerationConfig.from_pretrained(folder)
+    try:
+        return GenerationConfig.from_pretrained(folder)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{GENERATION_CONFIG} cannot be read: {error}") from error

@@ -151,7 +151,7 @@ def save_checkpoint(
         state = _state(model, optimizer, scheduler, ranks.rank, values)
         if ranks.first:
             begin(partial)
-    mesh, size = str(applied.compiled.mesh), len(ranks.gather(None))
+    mesh, size = str(applied.compiled.mesh), len(ranks.gather(None, doing))
     marker = Marker(step, mesh, size, PlanRecord.of(applied.compiled), {})
     if not asynchronous:
         _write(state, marker, target, ranks)
@@ -264,7 +264,7 @@ def load_checkpoint(
         found.require("optimizer" if trained else None, "scheduler" if scheduler is not None else None)
         _require_same_tensors(model_state(model), found.metadata)
         computed = computed_buffers(model, applied, Unsharded(model, applied))
-    if len(set(ranks.gather(str(found.folder)))) > 1:
+    if len(set(ranks.gather(str(found.folder), doing))) > 1:
         raise CheckpointError(f"{doing}: ranks found different ones: all must see one file system")
     same_ranks = found.marker.world_size == (dist.get_world_size() if ranks.groups else 1)
     with ranks.together(doing):

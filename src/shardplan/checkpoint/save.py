@@ -18,7 +18,7 @@ from shardplan.checkpoint.folder import INDEX, ONE_FILE, begin, beside, discard,
 from shardplan.checkpoint.lazy import Box, LazyTensor, Source, lazy, whole
 from shardplan.checkpoint.load import by_identity, required
 from shardplan.checkpoint.progress import tracked
-from shardplan.checkpoint.together import CheckpointError, Ranks
+from shardplan.checkpoint.together import CheckpointError, LostRankError, Ranks, is_loss
 from shardplan.checkpoint.unsharded import Unsharded
 from shardplan.weights import stored_tensors
 
@@ -48,7 +48,7 @@ def save_weights(model: nn.Module, folder: str | Path, *, max_shard_bytes: int =
     applied = required(model)
     ranks, folder = Ranks.of(model), Path(folder).resolve()
     partial, doing = beside(folder), f"cannot save weights to {folder}"
-    numbers = ranks.gather(ranks.rank)
+    numbers = ranks.gather(ranks.rank, doing)
     try:
         with ranks.together(doing):
             unsharded = Unsharded(model, applied)
@@ -63,7 +63,7 @@ def save_weights(model: nn.Module, folder: str | Path, *, max_shard_bytes: int =
         writing = tracked(list(files.items()), f"saving {folder.name}", shown=ranks.first)
         for number, (file, names) in enumerate(writing):
             writes = numbers[number % len(numbers)] == ranks.rank
-            gathered = {name: _gathered(tensors[name], keep=writes) for name in names}
+            gathered = {name: _gathered(tensors[name], doing, keep=writes) for name in names}
             with ranks.together(doing):
                 if writes:
                     save_file(gathered, partial / file, metadata={"format": "pt"})
@@ -125,13 +125,15 @@ def _to_save(model: nn.Module, unsharded: Unsharded) -> Iterator[tuple[str, Lazy
         yield kept.name, joined
 
 
-def _gathered(tensor: LazyTensor, *, keep: bool) -> Tensor:
+def _gathered(tensor: LazyTensor, doing: str, *, keep: bool) -> Tensor:
     """All ranks gather; those that do not keep it hold nothing afterwards."""
     out = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu" if keep else "meta")
     try:
         tensor.read_into(whole(tensor.shape), out)
-    except RuntimeError as error:  # what gloo and NCCL raise when a peer closes its connection
-        raise CheckpointError(f"a tensor could not be gathered: {error}") from error
+    except RuntimeError as error:
+        if is_loss(error):
+            raise LostRankError(doing) from error
+        raise CheckpointError(f"{doing}: a tensor could not be gathered: {error}") from error
     return out
 
 

@@ -19,6 +19,18 @@ class CheckpointError(RuntimeError):
     """Weights or a checkpoint could not be read or written; the same on every rank that took part."""
 
 
+class LostRankError(CheckpointError):
+    """A collective ended because another process did; where it did, the error that this one was raised from says."""
+
+    def __init__(self, doing: str) -> None:
+        super().__init__(f"{doing}: a rank was lost: its process ended, and its own output says why")
+
+
+def is_loss(error: BaseException) -> bool:
+    """Whether it is what gloo and NCCL raise when a peer closes its connection; gloo's has no type of its own."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
 class Ranks:
     """The ranks that hold one model, one process group for each axis of its mesh; none where a rank is alone."""
 
@@ -34,7 +46,7 @@ class Ranks:
     @property
     def size(self) -> int:
         """How many they are."""
-        return len(self.gather(None))
+        return len(self.gather(None, "cannot count the ranks"))
 
     @property
     def rank(self) -> int:
@@ -46,19 +58,22 @@ class Ranks:
         """Whether this rank does what is done once."""
         return all(group.rank() == 0 for group in self.groups)
 
-    def gather(self, value: T) -> list[T]:
+    def gather(self, value: T, doing: str) -> list[T]:
         """Every rank's value, in order of rank.
 
+        Args:
+            doing: as for `together`.
+
         Raises:
-            CheckpointError: a rank is gone.
+            LostRankError: a rank is gone.
         """
         numbered: list[tuple[int, T]] = [(self.rank, value)]
         for group in self.groups:
             of_all: list[list[tuple[int, T]]] = [[]] * group.size()
             try:
                 dist.all_gather_object(of_all, numbered, group=group)
-            except RuntimeError as error:  # what gloo and NCCL raise when a peer closes its connection
-                raise CheckpointError(f"a rank was lost: {error}") from error
+            except RuntimeError as error:
+                raise LostRankError(doing) from error
             numbered = [pair for pairs in of_all for pair in pairs]
         return [value for _, value in sorted(numbered, key=lambda pair: pair[0])]
 
@@ -84,7 +99,7 @@ class Together:
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is not None and not isinstance(error, Exception | CheckpointException):
             return  # an interruption: this process ends
-        said = self._ranks.gather((self._ranks.rank, _words(error)))
+        said = self._ranks.gather((self._ranks.rank, _words(error)), self._doing)
         if any(words for _, words in said):
             raise CheckpointError(f"{self._doing}: {_joined(said)}") from error
 
@@ -94,7 +109,7 @@ def _words(error: BaseException | None) -> str:
     if error is None:
         return ""
     if isinstance(error, CheckpointException):  # torch.distributed.checkpoint's, which all ranks get alike
-        return "; ".join(f"{failure[0]} (rank {rank})" for rank, failure in sorted(error.failures.items()))
+        return _by_words([(rank, str(failure[0])) for rank, failure in sorted(error.failures.items())])
     plain = isinstance(error, OSError | ValueError | CheckpointError | SafetensorError)
     return str(error) if plain else f"{type(error).__name__}: {error}"
 
@@ -104,5 +119,12 @@ def _joined(said: Sequence[tuple[int, str]]) -> str:
     different = dict.fromkeys(words for _, words in said if words)
     if len(different) == 1 and all(words for _, words in said):
         return next(iter(different))
-    by_words = {words: [str(rank) for rank, own in said if own == words] for words in different}
+    return _by_words([(rank, words) for rank, words in said if words])
+
+
+def _by_words(said: Sequence[tuple[int, str]]) -> str:
+    """Each thing once, with the ranks that say it."""
+    by_words: dict[str, list[str]] = {}
+    for rank, words in said:
+        by_words.setdefault(words, []).append(str(rank))
     return "; ".join(f"{words} (rank {', '.join(ranks)})" for words, ranks in by_words.items())
