@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import checkpoint_jobs
 import tolerances
 from pool import Pool
-from shardplan import latest_checkpoint, save_checkpoint
+from shardplan import CheckpointError, latest_checkpoint, save_checkpoint
 from shardplan.checkpoint import resume as resumes
+from shardplan.checkpoint.state import Trained
 from shardplan.mesh import parse_mesh
 from test_weights import different
 
@@ -90,3 +93,17 @@ def test_a_step_that_nobody_would_find_is_refused(
     with pytest.raises(error):
         save_checkpoint(tmp_path, None, step=step)  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_optimizers_groups_are_those_of_the_checkpoint() -> None:
+    """And not those that it was made with."""
+    decayed, plain = (nn.Parameter(torch.zeros(2)) for _ in range(2))
+    groups: list[dict[str, Any]] = [{"params": [decayed]}, {"params": [plain], "weight_decay": 0.0}]
+    trained = Trained(torch.optim.AdamW(groups, lr=1.0, weight_decay=0.5), {}, {"decayed": 0, "plain": 1})
+    saved = [{**group, "lr": 0.25, "weight_decay": 0.125} for group in trained.groups()]
+    trained.restore_groups(saved)
+    for group, parameter in zip(trained.optimizer.param_groups, (decayed, plain), strict=True):
+        assert (group["lr"], group["weight_decay"]) == (0.25, 0.125)
+        assert group["params"] == [parameter]
+    with pytest.raises(CheckpointError, match="hold other parameters"):
+        trained.restore_groups(saved[::-1])

@@ -1,6 +1,9 @@
 """Fine-tune a folder of transformers into another one, under torchrun, going on from where an earlier run stopped.
 
 torchrun --nproc-per-node 4 docs/examples/finetune.py MODEL OUT --tp 2
+
+OUT is written in float32, in which it trains. A run that goes on keeps the checkpoint's hyperparameters of the
+optimizer.
 """
 
 from __future__ import annotations
