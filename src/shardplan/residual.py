@@ -55,7 +55,7 @@ class ResidualStream:
         return inside and self.regions.isdisjoint(ancestors(fqn))
 
     @cached_property
-    def _around_blocks(self) -> frozenset[str]:
+    def around_blocks(self) -> frozenset[str]:
         """Blocks, and the modules that hold some."""
         blocks = [m.fqn for m in self._resolved.modules if m.style is not None and m.style.opens_block]
         return frozenset(name for fqn in blocks for name in (fqn, *ancestors(fqn)))
@@ -67,7 +67,7 @@ class ResidualStream:
         They hold no blocks. A Linear from the stream's width into another one need only gather, as what it gives is
         not the stream, and one back from there need only cut.
         """
-        outside = (m for m in self._resolved.modules if m.block is None and m.fqn not in self._around_blocks)
+        outside = (m for m in self._resolved.modules if m.block is None and m.fqn not in self.around_blocks)
         return frozenset(module.fqn for module in outside if _whole_inside(module))
 
     def _first_layer(self) -> str | None:

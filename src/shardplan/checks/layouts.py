@@ -142,10 +142,7 @@ def check_places(target: Target) -> Iterator[Diagnostic]:
 
 def _converts_around_blocks(target: Target, module: ResolvedModule) -> list[tuple[str, str]]:
     """A layer may not gather the stream for blocks inside it, which gather for themselves."""
-    prefix = f"{module.fqn}."
-    if _opens_block(module) or not target.stream.carries(module.fqn):
-        return []
-    if not any(m.fqn.startswith(prefix) and _opens_block(m) for m in target.resolved.modules):
+    if _opens_block(module) or module.fqn not in target.stream.around_blocks or not target.stream.carries(module.fqn):
         return []
     taken, given = input_conversion(module), output_conversion(module)
     inner = [end for end in (taken.target if taken else None, given.source if given else None) if end]

@@ -55,9 +55,10 @@ def _counts(owner: ResolvedModule) -> set[int]:
 
 def _whole_widths(target: Target, module: ResolvedModule) -> set[int]:
     """What linears that stay whole give right beside a module, which then takes from them: in an indexer of its own."""
-    around = next(ancestors(module.fqn), None)
-    beside = (m for m in target.resolved.modules if m.info.kind.is_linear and next(ancestors(m.fqn), None) == around)
-    return {m.info.features[0] for m in beside if not any(_is_cut(parameter) for parameter in m.parameters)}
+    around = next(ancestors(module.fqn), "")
+    beside = (target.resolved.by_fqn[info.fqn] for info in target.resolved.inventory.children.get(around, ()))
+    linears = (m for m in beside if m.info.kind.is_linear)
+    return {m.info.features[0] for m in linears if not any(_is_cut(parameter) for parameter in m.parameters)}
 
 
 def _covered(
@@ -101,8 +102,11 @@ def _fault(target: Target, parameter: ResolvedParameter, covered: str) -> Diagno
 def check_whole_experts(target: Target) -> Iterator[Diagnostic]:
     """SP203: experts, or an MLP beside cut ones, whole inside a block, whose output edge would count them tp times."""
     for group in target.groups:
-        for module in target.resolved.children(group.owner.fqn) if group.is_block else ():
-            whole = [p for p in module.parameters if not _is_cut(p) and _gives_a_sum(target, group, module, p)]
+        inside = target.resolved.children(group.owner.fqn) if group.is_block else ()
+        beside_experts = any(module.info.experts for module in inside)
+        for module in inside:
+            uncut = [parameter for parameter in module.parameters if not _is_cut(parameter)]
+            whole = [p for p in uncut if _gives_a_sum(group, module, p, beside_experts=beside_experts)]
             if whole and not target.explained(module.fqn):
                 names = listed([general(parameter.info.fqn) for parameter in whole])
                 verb = "stays" if len(whole) == 1 else "stay"
@@ -116,11 +120,11 @@ def check_whole_experts(target: Target) -> Iterator[Diagnostic]:
                 )
 
 
-def _gives_a_sum(target: Target, group: Group, module: ResolvedModule, parameter: ResolvedParameter) -> bool:
+def _gives_a_sum(group: Group, module: ResolvedModule, parameter: ResolvedParameter, *, beside_experts: bool) -> bool:
     """Whether a whole parameter is one of fused experts, or the last projection of an MLP beside experts."""
     if not module.info.kind.is_linear:
         return len(parameter.info.shape) == 3 and module.info.class_name not in _CONVOLUTIONS
-    if parameter.info.name != "weight" or not any(m.info.experts for m in target.resolved.children(group.owner.fqn)):
+    if parameter.info.name != "weight" or not beside_experts:
         return False
     widths = {consumer.module.info.features[0] for consumer in group.of_role("consumer")}
     gives, takes = module.info.features
