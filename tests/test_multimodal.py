@@ -24,6 +24,8 @@ from shardplan.diagnostics import Location, Severity
 from shardplan.merge import HF
 from shardplan.plan import Plan
 
+pytestmark = pytest.mark.processes  # not quick: ten models of two kinds
+
 OURS = Plan(HF, Location(HF), over_hf=True)
 # Class -> the language model, the layers of the tower, and what else stands beside the language model.
 PARTS = {

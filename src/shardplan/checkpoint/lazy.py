@@ -43,11 +43,13 @@ class LazyTensor(Tensor):
         lazy.source = source
         return lazy
 
-    def __repr__(self) -> str:  # type: ignore[override]
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's takes options
         return f"LazyTensor({tuple(self.shape)}, {self.dtype})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]  # torch leaves its own without types
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         meta = func(*tree_map(_meta, args), **{**tree_map(_meta, kwargs), **_on_meta(kwargs)})
         sources = iter(_sources(func, args, kwargs))

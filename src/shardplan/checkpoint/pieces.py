@@ -29,11 +29,13 @@ class Pieces(Tensor):
         whole.pieces = tuple((box, values) for box, values in pieces if values.numel())
         return whole
 
-    def __repr__(self) -> str:  # type: ignore[override]
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's takes options
         return f"Pieces({tuple(self.shape)}, {self.dtype})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]  # torch leaves its own without types
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise NotImplementedError(f"{func} on a tensor of a checkpoint, which has no values of its own")
 
     def __create_write_items__(self, fqn: str, _object: object) -> list[WriteItem]:
