@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from shardplan.batches import require_same_batch as require_same_batch
     from shardplan.checkpoint.load import load_weights as load_weights
     from shardplan.checkpoint.resume import Resumed as Resumed
-    from shardplan.checkpoint.resume import Saving as Saving
     from shardplan.checkpoint.resume import latest_checkpoint as latest_checkpoint
     from shardplan.checkpoint.resume import load_checkpoint as load_checkpoint
-    from shardplan.checkpoint.resume import save_checkpoint as save_checkpoint
     from shardplan.checkpoint.save import save_weights as save_weights
+    from shardplan.checkpoint.store import Saving as Saving
+    from shardplan.checkpoint.store import save_checkpoint as save_checkpoint
     from shardplan.checkpoint.together import CheckpointError as CheckpointError
     from shardplan.diagnostics import Diagnostic as Diagnostic
     from shardplan.diagnostics import PlanError as PlanError
@@ -50,10 +50,10 @@ _HOMES = {
     "require_same_batch": "batches",
     "load_weights": "checkpoint.load",
     "Resumed": "checkpoint.resume",
-    "Saving": "checkpoint.resume",
+    "Saving": "checkpoint.store",
     "latest_checkpoint": "checkpoint.resume",
     "load_checkpoint": "checkpoint.resume",
-    "save_checkpoint": "checkpoint.resume",
+    "save_checkpoint": "checkpoint.store",
     "save_weights": "checkpoint.save",
     "CheckpointError": "checkpoint.together",
     "Diagnostic": "diagnostics",

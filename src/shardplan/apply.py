@@ -78,6 +78,18 @@ def applied_to(model: nn.Module) -> Applied | None:
     return next((module.__dict__[APPLIED] for module in model.modules() if APPLIED in module.__dict__), None)
 
 
+def required_of(model: nn.Module) -> Applied:
+    """As `applied_to`.
+
+    Raises:
+        ValueError: no plan was applied to it.
+    """
+    applied = applied_to(model)
+    if applied is None:
+        raise ValueError("no plan was applied to this model: call apply_plan first")
+    return applied
+
+
 def _shard_over_tp(model: nn.Module, compiled: CompiledPlan, tp: DeviceMesh) -> Stream:
     neighbours = {size: _ranks(_compat.neighbours(tp, size)) for size in sorted(compiled.neighbours)}
     stream = Stream(_ranks(tp), compiled.sequence_parallel, compiled.cut_by_embedding, neighbours=neighbours)

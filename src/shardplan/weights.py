@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
-from shardplan.apply import applied_to
+from shardplan.apply import required_of
 
-MOST_NAMED = 5  # tensors that a message lists
+MOST_NAMED = 20  # tensors of each kind that a message lists
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,7 @@ def stored_tensors(model: nn.Module) -> Iterator[Stored]:
     Raises:
         ValueError: no plan was applied to ``model``.
     """
-    applied = applied_to(model)
-    if applied is None:
-        raise ValueError("no plan was applied to this model: call apply_plan first, or state_dict() instead")
+    applied = required_of(model)
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
             unit.reshard()  # after a forward without a backward it may hold gathered copies
@@ -63,13 +61,18 @@ def stored_tensors(model: nn.Module) -> Iterator[Stored]:
                 yield Stored(f"{compiled.fqn}.{name}" if compiled.fqn else name, (buffer,))
 
 
+def by_identity(stored: Iterable[Stored]) -> list[list[Stored]]:
+    """Tensors of the model, each with all the names that it goes by."""
+    tied: dict[int, list[Stored]] = {}
+    for entry in stored:
+        tied.setdefault(id(entry.parts[0]), []).append(entry)
+    return list(tied.values())
+
+
 def stored_parameters(model: nn.Module) -> dict[str, Stored]:
     """The parameters among them, tied ones once, as ``named_parameters()`` of the unsharded model gives them."""
-    first: dict[int, Stored] = {}
-    for entry in stored_tensors(model):
-        if isinstance(entry.parts[0], nn.Parameter):
-            first.setdefault(id(entry.parts[0]), entry)
-    return {entry.name: entry for entry in first.values()}
+    first = (tied[0] for tied in by_identity(stored_tensors(model)))
+    return {entry.name: entry for entry in first if isinstance(entry.parts[0], nn.Parameter)}
 
 
 @torch.no_grad()
@@ -159,12 +162,17 @@ def _refuse(stored: Mapping[str, Stored], given: Mapping[str, tuple[int, ...]]) 
         for name in given
         if name in stored and given[name] != stored[name].shape
     ]
-    found = {"missing": missing, "not in the model": unknown, "of another shape": misshapen}
-    problems = [f"{what}: {_some(names)}" for what, names in found.items() if names]
-    if problems:
-        raise ValueError(f"these tensors are not the model's: {'; '.join(problems)}")
+    if said := problems({"missing": missing, "not in the model": unknown, "of another shape": misshapen}):
+        raise ValueError(f"these tensors are not the model's: {said}")
 
 
-def _some(names: list[str]) -> str:
+def problems(found: Mapping[str, Iterable[str]]) -> str:
+    """What there is of each kind, in words; empty where nothing is."""
+    listed = {what: list(names) for what, names in found.items()}
+    return "; ".join(f"{what}: {some(names)}" for what, names in listed.items() if names)
+
+
+def some(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
     more = len(names) - MOST_NAMED
     return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")

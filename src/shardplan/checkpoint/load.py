@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardplan.apply import Applied, applied_to
+from shardplan.apply import required_of
 from shardplan.checkpoint.boxes import boxes
+from shardplan.checkpoint.buffers import computed_buffers, fill_buffers
 from shardplan.checkpoint.folder import open_weights
 from shardplan.checkpoint.lazy import Box, LazyTensor, origins
 from shardplan.checkpoint.memory import materialise
 from shardplan.checkpoint.progress import tracked
 from shardplan.checkpoint.together import CheckpointError, Ranks
 from shardplan.checkpoint.unsharded import Unsharded
-from shardplan.weights import Stored, stored_tensors
+from shardplan.weights import Stored, by_identity, problems, stored_tensors
 
 GENERATION_CONFIG = "generation_config.json"
-MOST_NAMED = 20  # names that a message lists of each kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
             tensors that are missing, unknown, of another shape, or whole numbers where the model has fractions, all of
             them by name; tied ones that differ; a ``generation_config.json`` that is none.
     """
-    applied = required(model)
+    applied = required_of(model)
     ranks, folder = Ranks.of(model), Path(folder)
     doing = f"cannot load weights from {folder}"
     with ranks.together(doing):
@@ -70,18 +70,6 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
         unsharded.keep_conversions()
         if generation is not None:
             root.generation_config = generation
-
-
-def required(model: nn.Module) -> Applied:
-    """What `apply_plan` left on the model.
-
-    Raises:
-        ValueError: no plan was applied to it.
-    """
-    applied = applied_to(model)
-    if applied is None:
-        raise ValueError("no plan was applied to this model: call apply_plan first")
-    return applied
 
 
 # ---------------------------------------------------------------- what goes where
@@ -131,14 +119,6 @@ def _fractional(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def by_identity(stored: Iterable[Stored]) -> list[list[Stored]]:
-    """Tensors of the model, each with all the names that it goes by."""
-    tied: dict[int, list[Stored]] = {}
-    for entry in stored:
-        tied.setdefault(id(entry.parts[0]), []).append(entry)
-    return list(tied.values())
-
-
 def _different(given: Iterable[list[Stored]], tensors: Mapping[str, LazyTensor]) -> Iterator[str]:
     """Ties whose tensors differ in this rank's part."""
     for first, *others in given:
@@ -160,14 +140,8 @@ def refuse(found: Mapping[str, Iterable[str]]) -> None:
     Raises:
         CheckpointError: with the names of what there is of each kind.
     """
-    problems = [f"{what}: {_some(list(names))}" for what, names in found.items() if names]
-    if problems:
-        raise CheckpointError(f"its tensors are not the model's; {'; '.join(problems)}")
-
-
-def _some(names: list[str]) -> str:
-    more = len(names) - MOST_NAMED
-    return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+    if said := problems(found):
+        raise CheckpointError(f"its tensors are not the model's; {said}")
 
 
 # ---------------------------------------------------------------- reading
@@ -176,37 +150,6 @@ def _some(names: list[str]) -> str:
 def _fill(stored: Stored, tensor: LazyTensor) -> None:
     for box, part in boxes(stored.parts, stored.dim):
         tensor.read_into(box, part)
-
-
-def computed_buffers(model: nn.Module, applied: Applied, unsharded: Unsharded) -> dict[str, Tensor]:
-    """Values of the buffers that are in no checkpoint, by name, those that transformers computes.
-
-    Raises:
-        CheckpointError: nobody knows what belongs into some that are on the meta device.
-    """
-    buffers = dict(_unsaved_buffers(model, applied))
-    computed = dict(unsharded.unsaved_buffers(buffers))
-    unknown = [name for name, buffer in buffers.items() if buffer.is_meta and name not in computed]
-    if unknown:
-        raise CheckpointError(
-            f"buffers that are in no checkpoint, and that transformers does not compute: {_some(unknown)}; "
-            "build the model on a real device, or register them as persistent"
-        )
-    return computed
-
-
-def fill_buffers(model: nn.Module, applied: Applied, computed: Mapping[str, Tensor]) -> None:
-    """Copy what `computed_buffers` gave into the model, which has memory by now."""
-    for name, buffer in _unsaved_buffers(model, applied):
-        buffer.copy_(computed.get(name, buffer))
-
-
-def _unsaved_buffers(model: nn.Module, applied: Applied) -> Iterator[tuple[str, Tensor]]:
-    for compiled in applied.compiled.modules:
-        module = applied.compiled.find(model, compiled.fqn)
-        for name, buffer in module.named_buffers(recurse=False):
-            if name in module._non_persistent_buffers_set:
-                yield f"{compiled.fqn}.{name}" if compiled.fqn else name, buffer
 
 
 def _generation_config(folder: Path) -> Any:

@@ -11,6 +11,7 @@ from shardplan.checkpoint.together import CheckpointError
 from shardplan.compiled import CompiledPlan
 
 MARKER = "shardplan.json"
+PREFIX = "step-"  # of a checkpoint's folder
 MOST_NAMED = 5  # parameters that a message lists
 
 

@@ -14,13 +14,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardplan.apply import required_of
 from shardplan.checkpoint.folder import INDEX, ONE_FILE, begin, beside, discard, put_in_place
 from shardplan.checkpoint.lazy import Box, LazyTensor, Source, lazy, whole
-from shardplan.checkpoint.load import by_identity, required
 from shardplan.checkpoint.progress import tracked
 from shardplan.checkpoint.together import CheckpointError, LostRankError, Ranks, is_loss
 from shardplan.checkpoint.unsharded import Unsharded
-from shardplan.weights import stored_tensors
+from shardplan.weights import by_identity, stored_tensors
 
 MAX_SHARD_BYTES = 5 * 10**9
 
@@ -45,7 +45,7 @@ def save_weights(model: nn.Module, folder: str | Path, *, max_shard_bytes: int =
         ValueError: no plan was applied to ``model``.
         CheckpointError: on every rank: the folder cannot be written. What was there is as it was.
     """
-    applied = required(model)
+    applied = required_of(model)
     ranks, folder = Ranks.of(model), Path(folder).resolve()
     partial, doing = beside(folder), f"cannot save weights to {folder}"
     numbers = ranks.gather(ranks.rank, doing)

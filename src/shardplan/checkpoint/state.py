@@ -6,19 +6,26 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from shardplan.checkpoint.boxes import boxes
-from shardplan.checkpoint.load import by_identity
 from shardplan.checkpoint.pieces import Pieces
 from shardplan.checkpoint.together import CheckpointError
-from shardplan.weights import Stored, local, stored_tensors
+from shardplan.weights import Stored, by_identity, local, stored_tensors
 
 Values = Callable[[Tensor], Tensor]  # what is saved of a rank's values: themselves, or a copy that stays as it is
+
+
+class HasState(Protocol):
+    """A learning-rate scheduler, or whatever else is to be saved along with it."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
 
 
 def itself(values: Tensor) -> Tensor:

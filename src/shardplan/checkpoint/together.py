@@ -43,6 +43,12 @@ class Ranks:
         widest = max(meshes, key=lambda mesh: mesh.ndim, default=None)
         return cls([group for group in widest.get_all_groups() if group.size() > 1] if widest is not None else ())
 
+    @classmethod
+    def of_world(cls) -> Ranks:
+        """All that there are."""
+        group = dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None
+        return cls([group] if group is not None else [])
+
     @property
     def size(self) -> int:
         """How many they are."""
