@@ -205,34 +205,11 @@ def check_local_sizes(target: Target) -> Iterator[Diagnostic]:
         if style is None or rule is None:
             continue
         has = {**dict(module.info.sizes), **{f"config.{name}": value for name, value in inventory.sizes}}
-        name = general(module.fqn)
         for attribute in style.local_sizes:
-            if attribute.removeprefix("config.") in _OF_ONE_HEAD:
+            if wrong := _not_local(module, attribute, known=attribute in has):
+                message, expected, hint = wrong
                 yield Diagnostic(
-                    "SP214",
-                    f"{attribute} of {name} counts within one head, or between heads, and is the same on every rank",
-                    where=rule.where,
-                    subject=name,
-                    expected="local sizes that count heads, groups, or features over all of them",
-                    hint=f"remove {attribute} from local_sizes",
-                )
-            elif attribute.removeprefix("config.") in _OF_EVERY_RANK:
-                yield Diagnostic(
-                    "SP214",
-                    f"{attribute} of {name} counts what every rank has all of",
-                    where=rule.where,
-                    subject=name,
-                    expected="local sizes that count heads, groups, or features of which each rank has a part",
-                    hint=f"remove {attribute} from local_sizes",
-                )
-            elif attribute not in has:
-                yield Diagnostic(
-                    "SP214",
-                    f"{name}, {with_article(module.info.class_name)}, has no whole number {attribute}",
-                    where=rule.where,
-                    subject=name,
-                    expected=f"one of {listed(sorted(dict(module.info.sizes)), 'or')}" if module.info.sizes else "",
-                    hint="local_sizes are attributes of the module, or config.<field>",
+                    "SP214", message, where=rule.where, subject=general(module.fqn), expected=expected, hint=hint
                 )
         counts = {attribute: has[attribute] for attribute in style.local_sizes if attribute in has}
         odd = [f"{attribute}={count}" for attribute, count in counts.items() if count % target.mesh.tp]
@@ -240,12 +217,37 @@ def check_local_sizes(target: Target) -> Iterator[Diagnostic]:
         if odd and module.info.attention is None and not module.part:
             yield Diagnostic(
                 "SP201",
-                f"tp={target.mesh.tp} does not divide {listed(odd)} of {name}",
+                f"tp={target.mesh.tp} does not divide {listed(odd)} of {general(module.fqn)}",
                 where=rule.where,
-                subject=name,
+                subject=general(module.fqn),
                 expected=f"a tp that divides all that is counted: {_divisors(gcd(*counts.values()))}",
                 hint="choose one of these degrees",
             )
+
+
+def _not_local(module: ResolvedModule, attribute: str, *, known: bool) -> tuple[str, str, str] | None:
+    """Message, expectation and hint where an attribute cannot be a local size of a module."""
+    fqn, field = general(module.fqn), attribute.removeprefix("config.")
+    remove = f"remove {attribute} from local_sizes"
+    if field in _OF_ONE_HEAD:
+        return (
+            f"{attribute} of {fqn} counts within one head, or between heads, and is the same on every rank",
+            "local sizes that count heads, groups, or features over all of them",
+            remove,
+        )
+    if field in _OF_EVERY_RANK:
+        return (
+            f"{attribute} of {fqn} counts what every rank has all of",
+            "local sizes that count heads, groups, or features of which each rank has a part",
+            remove,
+        )
+    if not known:
+        return (
+            f"{fqn}, {with_article(module.info.class_name)}, has no whole number {attribute}",
+            f"one of {listed(sorted(dict(module.info.sizes)), 'or')}" if module.info.sizes else "",
+            "local_sizes are attributes of the module, or config.<field>",
+        )
+    return None
 
 
 def _divisors(number: int) -> str:
