@@ -11,16 +11,14 @@ Exits with 1 where it is more than 1.2 times the part.
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 import tempfile
-import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from memory import MIB, grown
 from rich.console import Console
 from rich.table import Table
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,7 +28,6 @@ from shardplan import apply_plan, load_weights, save_weights
 from shardplan.mesh import parse_mesh
 from shardplan.weights import local
 
-MIB = 2**20
 ALLOWED = 1.2  # times the part
 FILE_BYTES = 200 * MIB
 
@@ -49,27 +46,6 @@ def config(layers: int) -> LlamaConfig:
 def write(folder: str, layers: int) -> None:
     torch.set_default_dtype(torch.bfloat16)
     LlamaForCausalLM(config(layers)).save_pretrained(folder, max_shard_size=FILE_BYTES)
-
-
-def private_bytes() -> int:
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    return sum(int(kib) for kib in re.findall(r"Rss(?:Anon|Shmem):\s+(\d+)", status)) * 1024
-
-
-def grown(function: Callable[[], None]) -> int:
-    """The most private memory while ``function`` runs, above what there was before."""
-    peak, before, stop = [0], private_bytes(), threading.Event()
-
-    def watch() -> None:
-        while not stop.wait(0.001):
-            peak[0] = max(peak[0], private_bytes())
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    function()
-    stop.set()
-    watcher.join()
-    return max(peak[0], private_bytes()) - before
 
 
 def measure(rank: int, mesh_text: str, layers: int, folder: str) -> None:
