@@ -30,7 +30,7 @@ def odd_vocabulary(vocabulary: int, tied: bool, mesh: str) -> list[str]:
     actual = parity.step(sharded, {"input_ids": rows}, rows)
     if actual.logits.shape[-1] != vocabulary:
         faults.append(f"logits are {actual.logits.shape[-1]} wide")
-    faults += parity._same_logits(parity.rows_of(expected.logits, parity.build_mesh(mesh)), parity.whole(actual.logits))
+    faults += parity.same_logits(parity.rows_of(expected.logits, parity.build_mesh(mesh)), parity.whole(actual.logits))
     return faults + list(parity.same_gradients(reference, sharded))
 
 
@@ -70,9 +70,9 @@ def from_meta(model_name: str, mesh: str) -> list[str]:
     set_model_state_dict(sharded, whole, options=StateDictOptions(full_state_dict=True, strict=False))
     for name, buffer in reference.named_buffers():
         sharded.get_buffer(name).copy_(buffer)
-    batch = parity.Batch()
-    faults = list(parity.compare_batch(reference, sharded, device_mesh, batch, seed=0))
-    return faults + list(parity.compare_training(reference, sharded, device_mesh))
+    batch, compared = parity.Batch(), parity.Reference(reference)
+    faults = list(parity.compare_batch(compared, sharded, device_mesh, batch, seed=0))
+    return faults + list(parity.compare_training(compared, sharded, device_mesh))
 
 
 def generated(model_name: str, mesh: str, sequence_parallel: bool) -> tuple[list[int], list[int]]:
@@ -109,7 +109,7 @@ def hidden_states() -> list[str]:
     faults = []
     outputs = [model(input_ids=IDS, output_hidden_states=True).hidden_states for model in (reference, sharded)]
     for number, (expected, actual) in enumerate(zip(*outputs, strict=True)):
-        faults += [f"layer {number}: {fault}" for fault in parity._same_logits(expected, actual)]
+        faults += [f"layer {number}: {fault}" for fault in parity.same_logits(expected, actual)]
     for states in outputs:
         sum(state.square().mean() for state in states).backward()
     return faults + list(parity.same_gradients(reference, sharded))

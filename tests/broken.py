@@ -120,7 +120,7 @@ BREAKAGES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 def compare(breakage: str, case: parity.Case, batches: list[parity.Batch]) -> list[str]:
     """The faults that the parity contract finds in a broken model."""
     with BREAKAGES[breakage]():
-        return parity.compare(case, batches)
+        return parity.compare(case, batches, afresh=True)
 
 
 def compare_fused(breakage: str, case: parity.Case, batches: list[parity.Batch]) -> list[str]:

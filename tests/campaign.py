@@ -34,7 +34,7 @@ from shardplan.references import build_meta_model
 from shardplan.resolve import resolve
 from shardplan.resources import shipped_plans
 from shardplan.verify.prove import make_subject, prove
-from shardplan.verify.ranks import LocalRanks
+from shardplan.verify.ranks import LocalRanks, Ranks
 
 REAL = {  # what the checks look at: together they have every kind of module that the plan speaks of
     "llama": ("llama-3.1-8b",),
@@ -72,7 +72,7 @@ class Verdict:
         return not (self.refused or self.raised or self.verified)
 
 
-def judge(pool: Pool, ranks: LocalRanks, plan: str, chosen: list[Mutant]) -> Iterator[Verdict]:
+def judge(pool: Pool, ranks: Ranks, plan: str, chosen: list[Mutant]) -> Iterator[Verdict]:
     base_mutant = as_shipped(plan)
     for mode, sequence_parallel in MODES.items():
         (base,) = seen_by_oracle(pool, [base_mutant], sequence_parallel)
@@ -110,7 +110,7 @@ def seen_by_oracle(pool: Pool, chunk: list[Mutant], sequence_parallel: bool) -> 
     return together
 
 
-def again(ranks: LocalRanks, record: Path) -> Iterator[Verdict]:
+def again(ranks: Ranks, record: Path) -> Iterator[Verdict]:
     """Verdicts of an earlier run with the checks asked anew; what the oracle saw does not depend on them."""
     known = {(m.plan, m.text): m for plan in shipped_plans() for m in mutants(plan)}
     for line in record.read_text().splitlines():
@@ -121,7 +121,7 @@ def again(ranks: LocalRanks, record: Path) -> Iterator[Verdict]:
 
 
 def _asked(
-    ranks: LocalRanks, mutant: Mutant, mode: str, truth: str, reason: str, known: tuple[bool, bool] | None = None
+    ranks: Ranks, mutant: Mutant, mode: str, truth: str, reason: str, known: tuple[bool, bool] | None = None
 ) -> Verdict:
     """Ask the checks, and where they let a mutant pass the dry run and the proof, unless that is known."""
     looked = [_checked(mutant, model, MODES[mode]) for model in REAL[mutant.plan]]
@@ -134,7 +134,7 @@ def _asked(
     return Verdict(mutant.plan, mutant.kind, mutant.text, mode, truth, reason, refused, named, codes, raised, verified)
 
 
-def _run(ranks: LocalRanks, mutant: Mutant, targets: list[Target | None]) -> tuple[bool, bool]:
+def _run(ranks: Ranks, mutant: Mutant, targets: list[Target | None]) -> tuple[bool, bool]:
     """Whether the dry run and the proof refuse, on some model, what the checks let pass."""
     found = [
         (

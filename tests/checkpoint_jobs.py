@@ -55,8 +55,9 @@ def loaded(name: str, mesh_text: str, source: str, changes: dict[str, Any]) -> l
     load_weights(model, source)
     tied = len({id(p) for p in model.parameters()}), len({id(p) for p in reference.parameters()})
     faults = [f"{tied[0]} parameters, not {tied[1]}"] if tied[0] != tied[1] and not stored_apart(model) else []
-    faults += parity.compare_batch(reference, model, mesh, parity.Batch(), seed=0)
-    return faults + list(parity.compare_training(reference, model, mesh))
+    compared = parity.Reference(reference)
+    faults += parity.compare_batch(compared, model, mesh, parity.Batch(), seed=0)
+    return faults + list(parity.compare_training(compared, model, mesh))
 
 
 def stored_apart(model: nn.Module) -> bool:
@@ -77,9 +78,9 @@ def loaded_again(name: str, mesh_text: str, source: str | None) -> list[str]:
         load_weights(model, source)
     else:
         load_hf_state_dict(model, reference.state_dict())
-    faults = []
+    faults, compared = [], parity.Reference(reference)
     for seed in range(2):  # the second forward gathers again
-        faults += parity.compare_batch(reference, model, mesh, parity.Batch(), seed)
+        faults += parity.compare_batch(compared, model, mesh, parity.Batch(), seed)
     return faults
 
 

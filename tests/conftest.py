@@ -2,10 +2,11 @@
 
 import os
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
-from pool import Pool
+from pool import LentRanks, Pool
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports transformers: a look-up is a bug, not a wait
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the workers inherit it
@@ -17,6 +18,13 @@ def pool() -> Iterator[Pool]:
     processes = Pool()
     yield processes
     processes.close()
+
+
+@pytest.fixture
+def verify_on_pool(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--verify` and `verify_plan` run on the pool."""
+    for module in ("shardplan.command.verify", "shardplan.verify.ranks"):
+        monkeypatch.setattr(f"{module}.LocalRanks", partial(LentRanks, pool))
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects

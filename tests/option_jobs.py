@@ -83,7 +83,7 @@ def offloaded(mesh: str) -> tuple[set[str], list[str]]:
     reference = tiny_models.build("llama")
     device_mesh = parity.build_mesh(mesh)
     sharded = apply_plan(tiny_models.build("llama"), "llama", device_mesh, sequence_parallel=True, cpu_offload=True)
-    faults = list(parity.compare_batch(reference, sharded, device_mesh, parity.Batch(), seed=0))
+    faults = list(parity.compare_batch(parity.Reference(reference), sharded, device_mesh, parity.Batch(), seed=0))
     return {p.device.type for p in sharded.parameters()}, faults
 
 
@@ -103,7 +103,7 @@ def recomputed(case: parity.Case, modules: dict[str, str] = COUNTED) -> tuple[di
     for name, fqn in modules.items():
         _count_forwards(model.get_submodule(fqn), name, runs)
     sharded = case.apply(model, mesh)
-    faults = list(parity.compare_batch(tiny_models.build(case.model), sharded, mesh, parity.Batch(), seed=0))
+    faults = list(parity.compare_batch(parity.kept(case.model, {}), sharded, mesh, parity.Batch(), seed=0))
     return dict(runs), faults
 
 
@@ -232,7 +232,7 @@ def wrapped(how: str, mesh: str, sequence_parallel: bool) -> list[str]:
         expected = parity.step(reference, inputs, targets)
         own = {name: parity.rows_of(value, device_mesh) for name, value in inputs.items()}
         actual = parity.step(sharded, own, parity.rows_of(targets, device_mesh))
-        faults += parity._same_logits(parity.rows_of(expected.logits, device_mesh), parity.whole(actual.logits))
+        faults += parity.same_logits(parity.rows_of(expected.logits, device_mesh), parity.whole(actual.logits))
     gradients = {_plain(name): p.grad for name, p in sharded.named_parameters()}
     for name, parameter in reference.named_parameters():
         gradient = gradients[name]

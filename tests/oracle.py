@@ -150,7 +150,7 @@ def _look(mutant: Mutant, sequence_parallel: bool) -> Seen:
         compiled = lower(resolved, parse_mesh(MESH), sequence_parallel=sequence_parallel)
         idle = _idle(resolved, compiled, mutant.written, sequence_parallel)
         sharded = apply(model, compiled, mesh)
-        faults = _faults(tiny_models.build(name), sharded, mesh)
+        faults = _faults(parity.kept(name, {}), sharded, mesh)
         watch = Watch(sharded, _stated(resolved, compiled, mutant.written))
         cost = _cost(sharded, compiled, mesh)
         return Seen(faults[0] if faults else "", cost, idle or watch.useless)
@@ -158,9 +158,9 @@ def _look(mutant: Mutant, sequence_parallel: bool) -> Seen:
         return Seen(f"raises {type(error).__name__}: {str(error)[:200]}", None, idle)
 
 
-def _faults(reference: nn.Module, sharded: nn.Module, mesh: parity.DeviceMesh) -> list[str]:
-    faults = list(parity._same_names(reference, sharded))
-    images = hasattr(getattr(reference, "config", None), "vision_config")
+def _faults(reference: parity.Reference, sharded: nn.Module, mesh: parity.DeviceMesh) -> list[str]:
+    faults = list(parity.same_names(reference.model, sharded))
+    images = hasattr(reference.model.config, "vision_config")
     for number, batch in enumerate((Batch(length=12, mask=True), Batch(length=7), Batch(length=16, image=images))):
         faults += parity.compare_batch(reference, sharded, mesh, batch, seed=50 + number)
         if faults:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import sqrt
-from typing import Any
+from typing import Any, TypeVar
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,8 @@ from shardplan import apply_plan, cross_entropy
 from shardplan.apply import applied_to
 from shardplan.mesh import parse_mesh
 from shardplan.weights import Stored, stored_parameters
+
+T = TypeVar("T")
 
 ROWS = 4  # of a global batch; every dp degree in use divides it
 LR = 1e-3
@@ -71,38 +75,125 @@ def build_mesh(text: str) -> DeviceMesh:
     return init_device_mesh("cpu", [size for _, size in spec.axes], mesh_dim_names=[name for name, _ in spec.axes])
 
 
-def compare(case: Case, batches: list[Batch]) -> list[str]:
-    """Every violation of the contract, in words; empty when all holds."""
-    reference = tiny_models.build(case.model, **case.changes)
+def compare(case: Case, batches: list[Batch], *, afresh: bool = False) -> list[str]:
+    """Every violation of the contract, in words; empty when all holds.
+
+    Args:
+        afresh: compute what the unsharded model does, where something about it is altered or counted; else it is
+            computed once in a process.
+    """
+    reference = Reference(tiny_models.build(case.model, **case.changes)) if afresh else kept(case.model, case.changes)
     mesh = build_mesh(case.mesh)
     sharded = case.apply(tiny_models.build(case.model, **case.changes), mesh)
     if case.checkpointing:
-        for model in (reference, sharded):
-            model.activation_checkpointing_enable()
-    faults = list(_same_names(reference, sharded))
-    for number, batch in enumerate(batches):
-        faults += [f"{batch}: {fault}" for fault in compare_batch(reference, sharded, mesh, batch, seed=number)]
-    micro_batches = [replace(batch, image=case.images) for batch in MICRO_BATCHES]
+        sharded.activation_checkpointing_enable()  # type: ignore[operator]
+    faults = list(same_names(reference.model, sharded))
+    for batch in batches:
+        seed = crc32(repr(batch).encode()) % 1000
+        faults += [f"{batch}: {fault}" for fault in compare_batch(reference, sharded, mesh, batch, seed)]
+    micro_batches = tuple(replace(batch, image=case.images) for batch in MICRO_BATCHES)
     faults += [f"accumulation: {fault}" for fault in compare_accumulation(reference, sharded, mesh, micro_batches)]
     if case.training:
         faults += [f"training: {fault}" for fault in compare_training(reference, sharded, mesh, micro_batches)]
     return faults
 
 
+# ---------------------------------------------------------------- what is to be expected
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Of one batch."""
+
+    logits: Tensor
+    loss: Tensor
+    gradients: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Accumulated:
+    """Of some micro-batches: gradients before and after clipping, and their norm."""
+
+    gradients: dict[str, Tensor]
+    norm: Tensor
+    clipped: dict[str, Tensor]
+
+
+class Reference:
+    """An unsharded model and what it computes, each thing once."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._known: dict[Any, Any] = {}
+
+    def batch(self, batch: Batch, seed: int) -> Expected:
+        return self._once(("batch", batch, seed), lambda: self._batch(batch, seed))
+
+    def accumulated(self, batches: tuple[Batch, ...]) -> Accumulated:
+        return self._once(("accumulated", batches), lambda: self._accumulated(batches))
+
+    def trained(self, batches: tuple[Batch, ...]) -> dict[str, Tensor]:
+        """Parameters after the steps of `compare_training`."""
+        return self._once(("trained", batches), lambda: self._trained(batches))
+
+    def _once(self, key: Any, compute: Callable[[], T]) -> T:
+        if key not in self._known:
+            self._known[key] = compute()
+        known: T = self._known[key]
+        return known
+
+    def _batch(self, batch: Batch, seed: int) -> Expected:
+        inputs, targets = inputs_for(self.model, batch, seed)
+        self.model.zero_grad()
+        output = step(with_attention(self.model, batch), inputs, targets)
+        return Expected(output.logits, output.loss.detach(), gradients_of(self.model))
+
+    def _accumulated(self, batches: tuple[Batch, ...]) -> Accumulated:
+        self.model.zero_grad()
+        accumulate(self.model, batches, seed=0)
+        gradients = gradients_of(self.model)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        return Accumulated(gradients, norm, gradients_of(self.model))
+
+    def _trained(self, batches: tuple[Batch, ...]) -> dict[str, Tensor]:
+        copied = copy.deepcopy(self.model)
+        train(copied, batches)
+        return {name: parameter.detach() for name, parameter in copied.named_parameters()}
+
+
+_KEPT: dict[str, Reference] = {}
+
+
+def kept(model: str, changes: dict[str, Any]) -> Reference:
+    """The one of this process: many cases ask the same of the same model."""
+    key = f"{model} {sorted(changes.items())}"
+    if key not in _KEPT:
+        _KEPT[key] = Reference(tiny_models.build(model, **changes))
+    return _KEPT[key]
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """Copies, which clipping leaves alone."""
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
 # ---------------------------------------------------------------- one forward and backward
 
 
-def compare_batch(reference: nn.Module, sharded: nn.Module, mesh: DeviceMesh, batch: Batch, seed: int) -> Iterator[str]:
-    inputs, targets = inputs_for(reference, batch, seed)
+def compare_batch(reference: Reference, sharded: nn.Module, mesh: DeviceMesh, batch: Batch, seed: int) -> Iterator[str]:
+    expected = reference.batch(batch, seed)
+    inputs, targets = inputs_for(reference.model, batch, seed)
     own = {name: rows_of(value, mesh) for name, value in inputs.items()}
-    for model in (reference, sharded):
-        model.set_attn_implementation(batch.attention)  # type: ignore[operator]
-        model.zero_grad()
-    expected = step(reference, inputs, targets)
-    actual = step(sharded, own, rows_of(targets, mesh))
-    yield from _same_logits(rows_of(expected.logits, mesh), whole(actual.logits))
-    yield from _same_number("loss", mean_over_dp(actual.loss.detach(), mesh), expected.loss.detach(), tolerances.LOSS)
-    yield from same_gradients(reference, sharded)
+    sharded.zero_grad()
+    actual = step(with_attention(sharded, batch), own, rows_of(targets, mesh))
+    yield from same_logits(rows_of(expected.logits, mesh), whole(actual.logits))
+    yield from _same_number("loss", mean_over_dp(actual.loss.detach(), mesh), expected.loss, tolerances.LOSS)
+    yield from same_gradients(expected.gradients, sharded)
+
+
+def with_attention(model: nn.Module, batch: Batch) -> nn.Module:
+    model.set_attn_implementation(batch.attention)  # type: ignore[operator]
+    return model
 
 
 @dataclass
@@ -156,78 +247,81 @@ def make_inputs(
 
 
 def compare_accumulation(
-    reference: nn.Module, sharded: nn.Module, mesh: DeviceMesh, batches: Sequence[Batch] = MICRO_BATCHES
+    reference: Reference, sharded: nn.Module, mesh: DeviceMesh, batches: tuple[Batch, ...] = MICRO_BATCHES
 ) -> Iterator[str]:
     """Gradients and their norm after two micro-batches, of which the first synchronises gradients or does not."""
+    expected = reference.accumulated(batches)
     for synchronises in (True, False) if isinstance(sharded, FSDPModule) else (True,):
-        for model in (reference, sharded):
-            model.zero_grad()
-        accumulate(reference, sharded, mesh, batches, seed=0, synchronises=synchronises)
-        yield from (f"first synchronises {synchronises}: {fault}" for fault in same_gradients(reference, sharded))
-        expected, actual = (torch.nn.utils.clip_grad_norm_(m.parameters(), CLIP) for m in (reference, sharded))
-        yield from _same_number("gradient norm", whole(actual), expected, tolerances.NORM)
-        yield from (f"after clipping: {fault}" for fault in same_gradients(reference, sharded))
+        sharded.zero_grad()
+        accumulate(sharded, batches, seed=0, mesh=mesh, synchronises=synchronises)
+        said = f"first synchronises {synchronises}"
+        yield from (f"{said}: {fault}" for fault in same_gradients(expected.gradients, sharded))
+        norm = torch.nn.utils.clip_grad_norm_(sharded.parameters(), CLIP)
+        yield from _same_number("gradient norm", whole(norm), expected.norm, tolerances.NORM)
+        yield from (f"after clipping: {fault}" for fault in same_gradients(expected.clipped, sharded))
 
 
 def compare_training(
-    reference: nn.Module, sharded: nn.Module, mesh: DeviceMesh, batches: Sequence[Batch] = MICRO_BATCHES
+    reference: Reference, sharded: nn.Module, mesh: DeviceMesh, batches: tuple[Batch, ...] = MICRO_BATCHES
 ) -> Iterator[str]:
     """Parameters after three clipped AdamW steps of two micro-batches each."""
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=LR) for model in (reference, sharded)]
-    for number in range(3):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        accumulate(reference, sharded, mesh, batches, seed=10 * number, synchronises=number != 1)
-        for model, optimizer in zip((reference, sharded), optimizers, strict=True):
-            torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-            optimizer.step()
+    expected = reference.trained(batches)
+    train(sharded, batches, mesh)
     yield from different_replicas({name: p.detach() for name, p in sharded.named_parameters()})
     trained = stored_parameters(sharded)
-    for name, expected in reference.named_parameters():
-        difference = (trained[name].whole() - expected.detach()).norm().item()
-        allowed = tolerances.PARAMETER * expected.norm().item() + tolerances.PARAMETER_LR * LR * sqrt(expected.numel())
+    for name, parameter in expected.items():
+        difference = (trained[name].whole() - parameter).norm().item()
+        allowed = tolerances.PARAMETER * parameter.norm().item() + tolerances.PARAMETER_LR * LR * sqrt(
+            parameter.numel()
+        )
         if not difference <= allowed:
             yield f"{name} after 3 steps differs by {difference:.1e}, allowed {allowed:.1e}"
 
 
+def train(model: nn.Module, batches: tuple[Batch, ...], mesh: DeviceMesh | None = None) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+    for number in range(3):
+        optimizer.zero_grad()
+        accumulate(model, batches, seed=10 * number, mesh=mesh, synchronises=number != 1)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+
+
 def accumulate(
-    reference: nn.Module,
-    sharded: nn.Module,
-    mesh: DeviceMesh,
+    model: nn.Module,
     batches: Sequence[Batch],
     seed: int,
-    synchronises: bool,
+    mesh: DeviceMesh | None = None,
+    synchronises: bool = True,
 ) -> None:
-    """The micro-batches; ``synchronises`` says whether FSDP2 reduces all but the last by itself."""
+    """The micro-batches, this rank's rows of them on a mesh; ``synchronises``: FSDP2 reduces all but the last, too."""
     for number, batch in enumerate(batches):
-        inputs, targets = inputs_for(reference, batch, seed + number)
-        if isinstance(sharded, FSDPModule):
-            sharded.set_requires_gradient_sync(synchronises or number == len(batches) - 1)
-        step(reference, inputs, targets, weight=1 / len(batches))
-        own = {name: rows_of(value, mesh) for name, value in inputs.items()}
-        step(sharded, own, rows_of(targets, mesh), weight=1 / len(batches))
+        inputs, targets = inputs_for(model, batch, seed + number)
+        if mesh is not None:
+            inputs, targets = {name: rows_of(value, mesh) for name, value in inputs.items()}, rows_of(targets, mesh)
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(synchronises or number == len(batches) - 1)
+        step(with_attention(model, batch), inputs, targets, weight=1 / len(batches))
 
 
 # ---------------------------------------------------------------- comparisons
 
 
-def same_gradients(reference: nn.Module, sharded: nn.Module) -> Iterator[str]:
+def same_gradients(reference: nn.Module | Mapping[str, Tensor], sharded: nn.Module) -> Iterator[str]:
     """Every gradient of the reference against the gathered one; replicas are compared before any gather."""
+    expected = gradients_of(reference) if isinstance(reference, nn.Module) else reference
     yield from different_replicas({name: p.grad for name, p in sharded.named_parameters() if p.grad is not None})
     stored = stored_in(sharded)
-    total = sqrt(sum(p.grad.norm().item() ** 2 for p in reference.parameters() if p.grad is not None))
-    for name, parameter in reference.named_parameters():
-        if parameter.grad is None:
-            continue
+    total = sqrt(sum(gradient.norm().item() ** 2 for gradient in expected.values()))
+    for name, wanted in expected.items():
         gradient = stored[name].gradient()
         if gradient is None:
             yield f"gradient of {name} is missing"
             continue
-        difference = (gradient - parameter.grad).norm().item()
-        allowed = tolerances.GRADIENT * parameter.grad.norm().item() + tolerances.GRADIENT_FLOOR * total
+        difference = (gradient - wanted).norm().item()
+        allowed = tolerances.GRADIENT * wanted.norm().item() + tolerances.GRADIENT_FLOOR * total
         if not difference <= allowed:
-            relative = difference / (parameter.grad.norm().item() + 1e-30)
-            yield f"gradient of {name} is off by {relative:.1e} of its norm"
+            yield f"gradient of {name} is off by {difference / (wanted.norm().item() + 1e-30):.1e} of its norm"
 
 
 def stored_in(model: nn.Module) -> dict[str, Stored]:
@@ -239,19 +333,22 @@ def stored_in(model: nn.Module) -> dict[str, Stored]:
 
 def different_replicas(tensors: dict[str, Tensor]) -> Iterator[str]:
     """Tensors whose replicas are not bit-equal over a mesh axis on which they are replicated."""
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, DTensor):
+    sharded = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+    mesh = next((tensor.device_mesh for tensor in sharded.values()), None)
+    for axis in range(mesh.ndim if mesh else 0):
+        copied = {name: t.to_local().detach() for name, t in sharded.items() if t.placements[axis] == Replicate()}
+        if not mesh or not copied:
             continue
-        for axis, placement in enumerate(tensor.placements):
-            if placement == Replicate():
-                local = tensor.to_local().detach().contiguous()
-                copies = [torch.empty_like(local) for _ in range(tensor.device_mesh.size(axis))]
-                dist.all_gather(copies, local, group=tensor.device_mesh.get_group(axis))
-                if not all(torch.equal(copies[0], copy) for copy in copies):
-                    yield f"replicas of {name} differ over mesh axis {axis}"
+        own = torch.cat([local.contiguous().view(torch.uint8).flatten() for local in copied.values()])
+        copies = [torch.empty_like(own) for _ in range(mesh.size(axis))]  # in one gather, not one a tensor
+        dist.all_gather(copies, own, group=mesh.get_group(axis))
+        sizes = [local.nbytes for local in copied.values()]
+        for name, *parts in zip(copied, *(each.split(sizes) for each in copies), strict=True):
+            if not all(torch.equal(parts[0], part) for part in parts):
+                yield f"replicas of {name} differ over mesh axis {axis}"
 
 
-def _same_names(reference: nn.Module, sharded: nn.Module) -> Iterator[str]:
+def same_names(reference: nn.Module, sharded: nn.Module) -> Iterator[str]:
     expected = [name for name, _ in reference.named_parameters()]
     actual = list(stored_parameters(sharded))
     if expected != actual:
@@ -260,7 +357,7 @@ def _same_names(reference: nn.Module, sharded: nn.Module) -> Iterator[str]:
         yield "a parameter is not a DTensor"
 
 
-def _same_logits(expected: Tensor, actual: Tensor) -> Iterator[str]:
+def same_logits(expected: Tensor, actual: Tensor) -> Iterator[str]:
     if expected.shape != actual.shape:
         yield f"logits have shape {tuple(actual.shape)}, not {tuple(expected.shape)}"
     elif not (difference := (expected - actual).abs().max().item()) <= tolerances.LOGITS:

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from shardplan import _compat
+from shardplan.verify.ranks import RanksFailedError
 
 SIZE = 4
 PRELOAD = [
@@ -115,6 +116,33 @@ class Pool:
         process.start()
         theirs.close()
         return _Worker(process, ours, stacks)
+
+
+class LentRanks:
+    """The pool where `--verify` expects `shardplan.verify.ranks.LocalRanks`: nobody pays for its imports again."""
+
+    def __init__(self, pool: Pool, size: int) -> None:
+        self.size = size
+        self._pool = pool
+
+    def run(self, function: Callable[..., Any], *args: Any, size: int | None = None) -> list[Any]:
+        """
+        Raises:
+            RanksFailedError: as `LocalRanks` does.
+        """
+        try:
+            return self._pool.run(size or self.size, function, *args, timeout=300.0)
+        except PoolError as error:
+            raise RanksFailedError(str(error)) from error
+
+    def close(self) -> None:
+        """Nothing: the pool goes on."""
+
+    def __enter__(self) -> LentRanks:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
 
 
 def _collect(ranks: Sequence[_Worker], timeout: float) -> dict[int, _Outcome]:

@@ -16,7 +16,7 @@ import logging
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -44,7 +44,7 @@ from shardplan.plan import Plan
 from shardplan.resolve import ResolvedPlan, resolve
 from shardplan.styles import Split
 from shardplan.verify.prove import make_subject, prove
-from shardplan.verify.ranks import LocalRanks
+from shardplan.verify.ranks import LocalRanks, Ranks
 from sweep_rows import EXACT, Row, read_record, record
 from sweep_table import DOCUMENT, table
 
@@ -120,7 +120,7 @@ def build(name: str, **fields: Any) -> nn.Module:
     return model
 
 
-def look(ranks: LocalRanks, row: Row) -> Row:
+def look(ranks: Ranks, row: Row) -> Row:
     """The row with our own verdicts."""
     start = time.monotonic()
     try:
@@ -144,7 +144,7 @@ def look(ranks: LocalRanks, row: Row) -> Row:
     )
 
 
-def look_at_hf(ranks: LocalRanks, row: Row) -> Row:
+def look_at_hf(ranks: Ranks, row: Row) -> Row:
     """The row with what transformers' own tensor parallelism gives."""
     try:
         model = build(row.type)
@@ -156,7 +156,7 @@ def look_at_hf(ranks: LocalRanks, row: Row) -> Row:
     return replace(row, model=type(model).__name__, hf=hf, hf_body=sweep_hf.share(take_inventory(model)))
 
 
-def look_at_flags(ranks: LocalRanks, row: Row) -> Row:
+def look_at_flags(ranks: Ranks, row: Row) -> Row:
     """The row with our own verdicts where one boolean field is flipped."""
     try:
         default: Any = build(row.type)
@@ -176,7 +176,7 @@ def look_at_flags(ranks: LocalRanks, row: Row) -> Row:
     return replace(row, model=type(default).__name__, flags=found)
 
 
-def verdict(ranks: LocalRanks, model: nn.Module, resolved: ResolvedPlan, sequence_parallel: bool) -> str:
+def verdict(ranks: Ranks, model: nn.Module, resolved: ResolvedPlan, sequence_parallel: bool) -> str:
     """Of the checks, and where these pass, of the proof."""
     target = Target(resolved, MESH, sequence_parallel)
     refused = errors(check(target))
@@ -234,15 +234,9 @@ def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:160]
 
 
-def sweep(names: Iterable[str]) -> Iterator[Row]:
-    with LocalRanks(2) as ranks:
-        for name in names:
-            yield look(ranks, Row(name))
-
-
 # ---------------------------------------------------------------- the command
 
-Look = Callable[[LocalRanks, Row], Row]
+Look = Callable[[Ranks, Row], Row]
 # By pass: what looks, whether a row has been looked at, and what to print of it.
 PASSES: dict[str, tuple[Look, Callable[[Row], bool], Callable[[Row], str]]] = {
     "own": (

@@ -23,7 +23,7 @@ from shardplan.hf.styles import HF_STYLES, Meaning
 from shardplan.inventory import Inventory, ModuleInfo, ParameterInfo
 from shardplan.verify.batches import ROWS
 from shardplan.verify.compare import FLOOR, GRADIENT, LENGTHS, LOGITS
-from shardplan.verify.ranks import LocalRanks, RanksFailedError
+from shardplan.verify.ranks import Ranks, RanksFailedError
 from shardplan.verify.rounding import Rounding
 from shardplan.verify.shrink import shrink
 from shardplan.verify.weights import randomise
@@ -35,7 +35,7 @@ SEED, RANKS = 7, 2
 SECONDS = 90.0  # until ranks of which one waits for another count as hanging
 
 
-def verdict(ranks: LocalRanks, model: nn.Module) -> str:
+def verdict(ranks: Ranks, model: nn.Module) -> str:
     """``exact``, or one of `KINDS` with what was seen first.
 
     Args:

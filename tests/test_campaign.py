@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 import campaign
 from campaign import Verdict
 from mutants import mutants
-from pool import Pool
+from pool import LentRanks, Pool
 from shardplan.resources import shipped_plans
-from shardplan.verify.ranks import LocalRanks
 
 STRIDE = 450
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[LocalRanks]:
-    with LocalRanks(2) as processes:
-        yield processes
-
-
 @pytest.mark.parametrize("plan", shipped_plans())
-def test_wrong_mutants_are_caught_and_harmless_ones_pass(pool: Pool, ranks: LocalRanks, plan: str) -> None:
+def test_wrong_mutants_are_caught_and_harmless_ones_pass(pool: Pool, plan: str) -> None:
     chosen = list(mutants(plan))[::STRIDE]
-    verdicts = list(campaign.judge(pool, ranks, plan, chosen))
+    verdicts = list(campaign.judge(pool, LentRanks(pool, 2), plan, chosen))
     assert len(verdicts) == 2 * len(chosen)
     assert [verdict for verdict in verdicts if missed(verdict)] == []
 

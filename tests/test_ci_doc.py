@@ -62,7 +62,9 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     "line", [pytest.param(c, marks=pytest.mark.processes if "--verify" in c else ()) for c in commands()]
 )
-def test_a_command_runs(line: str) -> None:
+def test_a_command_runs(request: pytest.FixtureRequest, line: str) -> None:
+    if "--verify" in line:
+        request.getfixturevalue("verify_on_pool")
     shows_no_file = ".yaml" not in line and "--schema" not in line
     result = run(line, *(["plans/own.yaml"] if shows_no_file else []))
     assert result.exit_code == 0, result.output

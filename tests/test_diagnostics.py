@@ -31,7 +31,9 @@ def slow_ones_apart() -> list[Any]:
 
 
 @pytest.mark.parametrize("plan", slow_ones_apart())
-def test_a_broken_plan_is_refused_in_these_words(plan: Path) -> None:
+def test_a_broken_plan_is_refused_in_these_words(request: pytest.FixtureRequest, plan: Path) -> None:
+    if "--verify" in arguments(plan):
+        request.getfixturevalue("verify_on_pool")
     code = plan.stem.split("-")[0]
     result = checked(plan)
     assert result.stdout == plan.with_suffix(".txt").read_text(encoding="utf-8"), "make golden, and read the difference"

@@ -30,6 +30,7 @@ BATCHES = [
 ]
 
 MESHES = ["tp=2", "dp=1,tp=2", "dp=2,tp=2", "dp=1,tp=4", "dp=4,tp=1", "dp_replicate=2,dp=1,tp=2"]
+TRAINED = ("tp=2", "dp=2,tp=2")
 RECOMPUTATION: dict[str, dict[str, Any]] = {
     "none": {},
     "layers": {"options": {"recompute": [LAYERS]}},
@@ -39,7 +40,7 @@ RECOMPUTATION: dict[str, dict[str, Any]] = {
 
 
 def case(model: str, mesh: str, sequence_parallel: bool, recomputation: str) -> Case:
-    return Case(model, mesh, sequence_parallel, **RECOMPUTATION[recomputation])
+    return Case(model, mesh, sequence_parallel, training=mesh in TRAINED, **RECOMPUTATION[recomputation])
 
 
 CASES = [

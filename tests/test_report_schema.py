@@ -80,7 +80,7 @@ def test_a_lock_adds_nothing_to_the_findings(tmp_path: Path) -> None:
     assert not VALIDATOR.is_valid({"findings": [], "proofs": [{}]})
 
 
-@pytest.mark.processes
+@pytest.mark.usefixtures("verify_on_pool")
 def test_proofs_are_valid_too() -> None:
     data = printed("--verify", PLAN, *TINY, "--no-sequence-parallel")
     VALIDATOR.validate(data)

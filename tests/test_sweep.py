@@ -14,7 +14,7 @@ import sweep_flags
 import sweep_hf
 import sweep_table
 import tiny_models
-from pool import Pool
+from pool import LentRanks, Pool
 from shardplan.inventory import take_inventory
 from shardplan.verify.shrink import shrink
 from sweep_rows import EXACT, Row, read_record, record
@@ -28,10 +28,9 @@ def of_today() -> list[str]:
     return [names[(first + number) % len(names)] for number in range(SAMPLE)]
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("name", of_today())
-def test_the_table_still_holds(name: str) -> None:
-    (row,) = sweep.sweep([name])
+def test_the_table_still_holds(pool: Pool, name: str) -> None:
+    row = sweep.look(LentRanks(pool, 2), Row(name))
     assert (row.tp, row.sp) == TABLE[name]
 
 

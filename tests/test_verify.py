@@ -19,6 +19,7 @@ from shardplan.verify.prove import small_mesh
 from shardplan.verify.ranks import LocalRanks, RanksFailedError
 
 pytestmark = pytest.mark.processes
+ON_POOL = pytest.mark.usefixtures("verify_on_pool")  # the others have processes of their own, as users have
 
 
 @pytest.fixture(autouse=True)
@@ -38,11 +39,13 @@ def test_a_right_plan_is_proven_in_both_modes_and_what_was_shrunk_is_said() -> N
     assert "num_key_value_heads 8 -> 4" in result.stdout
 
 
+@ON_POOL
 def test_more_processes_than_the_small_mesh_takes() -> None:
     result = run("llama", "--model", "broken_models:llama", "--mesh", "dp=2,tp=2", "--processes", "3")
     assert result.exit_code == 0, result.output
 
 
+@ON_POOL
 def test_a_plan_that_the_checks_refuse_is_not_run(tmp_path: Path) -> None:
     plan = tmp_path / "plan.yaml"
     plan.write_text("format: 1\nextends: llama\nrules:\n  .layers.*.mlp.up_proj: null\n")
@@ -51,6 +54,7 @@ def test_a_plan_that_the_checks_refuse_is_not_run(tmp_path: Path) -> None:
     assert json.loads(result.stdout)["proofs"] == []
 
 
+@ON_POOL
 @pytest.mark.parametrize(
     ("build", "code", "subject"),
     [
@@ -65,6 +69,7 @@ def test_what_no_check_sees_is_found_and_named(build: Any, code: str, subject: s
     assert found[0].where.file.endswith("llama.yaml")
 
 
+@ON_POOL
 def test_a_gradient_that_only_one_mode_gets_wrong() -> None:
     layers = ["llama", {".norm.first": "replicate"}]
     build = broken_models.llama_with_two_norms
@@ -73,6 +78,7 @@ def test_a_gradient_that_only_one_mode_gets_wrong() -> None:
     assert (found.code, found.subject) == ("SP404", "model.norm.first.weight")
 
 
+@ON_POOL
 def test_the_api_proves_a_meta_model_that_has_no_small_builder() -> None:
     assert verify_plan("qwen2", build_meta_model("qwen3-0.6b"), "dp=8,tp=8", sequence_parallel=True) == ()
 

@@ -39,7 +39,7 @@ def translated(styles: dict[str, str]) -> list[str]:
     outputs = [model(ids) for model in (reference, sharded)]
     for output in outputs:
         output.square().mean().backward()
-    faults = list(parity._same_logits(*[output.detach() for output in outputs]))
+    faults = list(parity.same_logits(*[output.detach() for output in outputs]))
     return faults + list(parity.same_gradients(reference, sharded))
 
 

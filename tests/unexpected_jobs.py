@@ -85,5 +85,5 @@ def unexpected(what: str, mesh: str, sequence_parallel: bool) -> list[str]:
         inputs, targets = parity.make_inputs(parity.Batch(length=length))
         expected = parity.step(reference, inputs, targets)
         actual = parity.step(sharded, inputs, targets)
-        faults += parity._same_logits(expected.logits, parity.whole(actual.logits))
+        faults += parity.same_logits(expected.logits, parity.whole(actual.logits))
     return faults + list(parity.same_gradients(reference, sharded))

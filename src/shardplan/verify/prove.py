@@ -14,7 +14,7 @@ from shardplan.diagnostics import Diagnostic, PlanError
 from shardplan.mesh import SHARDING, TP, MeshSpec
 from shardplan.plan import Plan
 from shardplan.verify.compare import Deviation, Proof, compare
-from shardplan.verify.ranks import LocalRanks, RanksFailedError
+from shardplan.verify.ranks import Ranks, RanksFailedError
 from shardplan.verify.shrink import Change, shrink
 
 SMALL_ENOUGH = 4_000_000  # parameters of a user's own model that is run as it is
@@ -61,7 +61,7 @@ def small_mesh(mesh: MeshSpec, processes: int) -> MeshSpec:
     return MeshSpec(tuple((name, sizes.get(name, 1)) for name, _ in mesh.axes))
 
 
-def prove(target: Target, subject: Subject, ranks: LocalRanks) -> tuple[Diagnostic, ...]:
+def prove(target: Target, subject: Subject, ranks: Ranks) -> tuple[Diagnostic, ...]:
     """Run one proof; what deviates, as findings: none where the plan is right.
 
     Args:

@@ -20,13 +20,24 @@ from collections.abc import Callable
 from itertools import count
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 GRACE_SECONDS = 5.0  # for the other ranks, once one has failed: they mostly wait for it in a collective
 
 
 class RanksFailedError(RuntimeError):
     """A rank raised, died, or did not finish; the message says which."""
+
+
+class Ranks(Protocol):
+    """What a proof runs on."""
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+
+    def run(self, function: Callable[..., Any], *args: Any, size: int | None = None) -> list[Any]:
+        """As `LocalRanks.run`."""
 
 
 class LocalRanks:
