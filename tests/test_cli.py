@@ -349,14 +349,17 @@ def with_source() -> dict[str, str]:
 
 
 @pytest.mark.processes  # a process of its own, and seconds of it
-def test_own_styles_and_models_are_found_in_the_working_directory(tmp_path: Path) -> None:
+def test_own_styles_and_models_are_found_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "mine.py").write_text(OWN)
     plan(tmp_path, "format: 1\nextends: llama\nrules: {'.layers.*.mlp.{gate,up}_proj': cut}\n")
     on = ("--check", "plan.yaml", "--model", "mine:tiny", "--mesh", "tp=2")
     clean = run_in(tmp_path, *on, "--styles", "mine")
     assert (clean.returncode, clean.stdout, clean.stderr) == (0, "", "")
-    unknown = run_in(tmp_path, *on)
-    assert unknown.returncode == 1
+    monkeypatch.chdir(tmp_path)
+    unknown = run(*on)
+    assert unknown.exit_code == 1
     assert "unknown style 'cut'" in unknown.stdout
 
 

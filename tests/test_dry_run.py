@@ -349,13 +349,3 @@ def test_a_real_size_model_in_seconds() -> None:
     assert spent["code"] == 0
     assert spent["check"] < 20, spent  # both modes; about 5
     assert spent["peak"] < 1, spent
-
-
-@pytest.mark.processes  # too long for `make check`
-def test_the_largest_model_on_the_largest_mesh() -> None:
-    """405 B parameters on 8192 ranks: no tensor has memory."""
-    args = ["--dry-run", "llama", "--model", "llama-3.1-405b", "--mesh", "dp=1024,tp=8", "--sequence-parallel"]
-    spent = measured(*args, before=IMPORTS)
-    assert spent["code"] == 0
-    assert spent["check"] < 60, spent  # about 16
-    assert spent["peak"] < 2, spent

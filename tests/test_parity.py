@@ -57,8 +57,7 @@ def test_parity(pool: Pool, case: Case, batches: list[Batch]) -> None:
     assert faults == [[]] * case.world_size
 
 
-@pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2"])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(("mesh", "sequence_parallel"), [("tp=2", False), ("tp=2", True), ("dp=2,tp=2", True)])
 def test_parity_with_images(pool: Pool, mesh: str, sequence_parallel: bool) -> None:
     """The vision tower ends in torch's MultiheadAttention, which reads the weights of a module it never calls."""
     case = Case("gemma3-vision", mesh, sequence_parallel)

@@ -19,7 +19,7 @@ from shardplan.inventory import take_inventory
 from shardplan.verify.shrink import shrink
 from sweep_rows import EXACT, Row, read_record, record
 
-SAMPLE = 2  # types of models a day
+SAMPLE = 1  # type of model a day
 TABLE = sweep_table.read_table()
 
 

@@ -30,7 +30,7 @@ def sharded(model_name: str, mesh_text: str, bf16: bool) -> tuple[list[float], l
     case = parity.Case(model_name, mesh_text, sequence_parallel=True, options=options)
     mesh = parity.build_mesh(mesh_text)
     model = case.apply(tiny_models.build(model_name), mesh)
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=parity.LR)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=parity.LR, fused=True)
     losses, norms = train(model, mesh, optimizer)
     state = {
         f"{name}.{key}": value
@@ -43,7 +43,7 @@ def sharded(model_name: str, mesh_text: str, bf16: bool) -> tuple[list[float], l
 def train(
     model: nn.Module, mesh: DeviceMesh | None, optimizer: torch.optim.Optimizer | None = None
 ) -> tuple[list[float], list[float]]:
-    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=parity.LR)
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=parity.LR, fused=True)
     losses, norms = [], []
     for number in range(STEPS):
         losses.append(sum(micro_batch(model, mesh, number, which) for which in range(len(LENGTHS))))

@@ -55,7 +55,7 @@ start = time.process_time()
 print(json.dumps([time.process_time() - start, "torch" in sys.modules]))
 """
 IMPORTS = "import torch, transformers; from transformers import LlamaForCausalLM"
-CHECK = """
+COMMAND = """
 from shardplan.cli import command
 try:
     command({arguments!r})
@@ -84,13 +84,16 @@ def seconds(what: str, before: str = "") -> tuple[float, bool]:
 
 
 def seconds_spent() -> Iterator[Cost]:
+    """All but the first on 405 B parameters and dp=1024,tp=8."""
     spent, with_torch = seconds("import shardplan")
     assert not with_torch, "import shardplan imports torch"
     yield Cost("`import shardplan`, without torch", spent, "s", 0.1)
-    large = ["--check", "llama", "--model", "llama-3.1-405b", "--mesh", "dp=1024,tp=8"]
-    yield Cost("`--check` of 405B on dp=1024,tp=8, both modes, above imports",
-               seconds(CHECK.format(arguments=large), IMPORTS)[0], "s", 1.5)  # fmt: skip
-    yield Cost("`apply_plan` of 405B (meta) on dp=1024,tp=8", seconds(APPLY, IMPORTS + BUILD)[0], "s", 15.0)
+    large = ["llama", "--model", "llama-3.1-405b", "--mesh", "dp=1024,tp=8"]
+    check = COMMAND.format(arguments=["--check", *large])
+    dry_run = COMMAND.format(arguments=["--dry-run", *large, "--sequence-parallel"])
+    yield Cost("`--check`, both modes, above imports", seconds(check, IMPORTS)[0], "s", 1.5)
+    yield Cost("`apply_plan` on the meta device", seconds(APPLY, IMPORTS + BUILD)[0], "s", 15.0)
+    yield Cost("`--dry-run`, one mode, above imports", seconds(dry_run, IMPORTS)[0], "s", 60.0)
 
 
 # ---------------------------------------------------------------- memory
