@@ -42,7 +42,10 @@ sweep: $(READY)
 	$(BIN)/python tests/sweep.py --flags --record build/sweep.jsonl --write
 
 bench: $(READY)
-	$(BIN)/python tests/benchmarks/speed.py
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
+	@mkdir -p build
+	$(BIN)/python tests/benchmarks/speed.py --record build/speed.jsonl
+	$(BIN)/python tests/benchmarks/picture.py build/speed.jsonl docs/speed.svg
 	$(BIN)/python tests/benchmarks/costs.py
 
 check: $(READY)
