@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test parity campaign sweep bench check lint types quick-tests format schema golden clean
+.PHONY: help demo test parity campaign sweep bench check lint types quick-tests process-tests format schema golden clean
 
 help:
 	@echo "make demo    check the shipped plans, then train a tiny Llama on 4 processes and on one, and compare"
@@ -27,7 +27,7 @@ demo: $(READY)
 	$(BIN)/python docs/examples/demo.py
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync quick-tests process-tests
 
 parity: $(READY)
 	$(BIN)/python tests/full_parity.py
@@ -60,6 +60,9 @@ types: $(READY)
 
 quick-tests: $(READY)
 	$(BIN)/python -m pytest -q -m "not processes"
+
+process-tests: $(READY)
+	$(BIN)/python -m pytest -q -m processes
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
