@@ -126,3 +126,5 @@ def step(model: Any, ids: Tensor, gradient: Tensor) -> None:
     own = logits.to_local() if isinstance(logits, DTensor) else logits
     part = gradient if own.shape == gradient.shape else gradient[..., : own.shape[-1]]
     own.backward(part)
+    if hasattr(model, "after_backward"):
+        model.after_backward()

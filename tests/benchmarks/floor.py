@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 
 def _reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -87,25 +88,32 @@ class _Scatter(Function):
 
 
 class _Cut(Function):
-    """Where the stream begins. Its backward is the last of the stream's, and sums what norms have by then."""
+    """Where the stream begins."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, norms: list[nn.Parameter]) -> Tensor:
-        ctx.group, ctx.norms = group, norms
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
         return x.chunk(group.size(), 1)[group.rank()].contiguous()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        grads = [parameter.grad for parameter in ctx.norms if parameter.grad is not None]
-        if grads:
-            flat = _all_reduce(torch.cat([g.flatten() for g in grads]), ctx.group)
-            for own, summed in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
-                own.copy_(summed.view_as(own))
-        return _all_gather(grad, ctx.group), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _all_gather(grad, ctx.group), None
+
+
+def sum_norms(norms: Iterable[Any], group: ProcessGroup) -> None:
+    """After a backward with a cut stream: the gradients of norms, of which each rank has a part, in one collective."""
+    grads = [norm.weight.grad for norm in norms]
+    own = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]  # FSDP2's shards, or whole
+    flat = _all_reduce(torch.cat([grad.flatten() for grad in own]), group)
+    for grad, summed in zip(own, flat.split([grad.numel() for grad in own]), strict=True):
+        grad.copy_(summed.view_as(grad))
 
 
 def by_hand(model: Any, group: ProcessGroup, sequence_parallel: bool) -> Any:
-    """Shard a transformers Llama; its head gives this rank's part of the logits."""
+    """Shard a transformers Llama; its head gives this rank's part of the logits.
+
+    What is left to do after a backward is the model's ``after_backward``.
+    """
     layers = model.model.layers
     for layer in layers:
         attention, mlp = layer.self_attn, layer.mlp
@@ -118,8 +126,9 @@ def by_hand(model: Any, group: ProcessGroup, sequence_parallel: bool) -> Any:
         mlp.register_forward_hook(lambda _, args, out, f=out_of: f.apply(out, group))
     _cut((model.lm_head,), 0, group)
     if sequence_parallel:
-        norms = [parameter for name, parameter in model.named_parameters() if "norm" in name]
-        layers[0].register_forward_pre_hook(lambda _, args: (_Cut.apply(args[0], group, norms), *args[1:]))
+        norms = [module for name, module in model.named_modules() if name.endswith("norm")]
+        model.after_backward = partial(sum_norms, norms, group)
+        layers[0].register_forward_pre_hook(lambda _, args: (_Cut.apply(args[0], group), *args[1:]))
         model.model.norm.register_forward_hook(lambda _, args, out: _Gather.apply(out, group))
     else:
         model.lm_head.register_forward_pre_hook(lambda _, args: (_Into.apply(args[0], group),))

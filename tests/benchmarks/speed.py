@@ -90,7 +90,7 @@ def measure(setting: Setting, rounds: int) -> dict[str, Measured]:
         for name in order[number % len(order) :] + order[: number % len(order)]:
             seconds[name].append(_timed(models[name], ids, gradient))
     dp = mesh.get_group("dp").group_name if "dp" in names else None
-    return {name: Measured(seconds[name], *_sent(model, ids, gradient, dp)) for name, model in models.items()}
+    return {name: Measured(seconds[name], *sent(model, ids, gradient, dp)) for name, model in models.items()}
 
 
 def _timed(model: Any, ids: torch.Tensor, gradient: torch.Tensor) -> float:
@@ -103,7 +103,7 @@ def _timed(model: Any, ids: torch.Tensor, gradient: torch.Tensor) -> float:
     return time.perf_counter() - start
 
 
-def _sent(model: Any, ids: torch.Tensor, gradient: torch.Tensor, dp: str | None) -> tuple[int, int]:
+def sent(model: Any, ids: torch.Tensor, gradient: torch.Tensor, dp: str | None) -> tuple[int, int]:
     with _Counting(dp) as counting:
         step(model, ids, gradient)
     return counting.calls, counting.nbytes
