@@ -12,7 +12,7 @@ help:
 	@echo "make parity  the parity contract in every combination, about an hour; writes docs/parity.md"
 	@echo "make campaign  every mutation of the shipped plans against the checker, hours; writes docs/campaign.md"
 	@echo "make sweep   every model of transformers with a plan of its own, hours; writes docs/coverage.md"
-	@echo "make bench   a step against hand-written collectives and other tools, and other costs, with budgets"
+	@echo "make bench   a step against hand-written collectives and other tools, and other costs, with budgets; writes docs/speed.md"
 	@echo "make check   lint, format, types, and the tests that need no processes"
 	@echo "make format  rewrite the sources as ruff wants them"
 	@echo "make schema  write the two files in schemas anew"
@@ -45,8 +45,8 @@ bench: $(READY)
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	@mkdir -p build
 	$(BIN)/python tests/benchmarks/speed.py --record build/speed.jsonl
-	$(BIN)/python tests/benchmarks/picture.py build/speed.jsonl docs/speed.svg
-	$(BIN)/python tests/benchmarks/costs.py
+	$(BIN)/python tests/benchmarks/costs.py --record build/costs.jsonl
+	$(BIN)/python tests/benchmarks/page.py build/speed.jsonl build/costs.jsonl
 
 check: $(READY)
 	@$(MAKE) --no-print-directory --jobs 2 lint types quick-tests

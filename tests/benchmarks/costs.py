@@ -1,6 +1,6 @@
 """What shardplan costs beside a step: seconds to import, to check and to apply, and memory, each with its budget.
 
-    python tests/benchmarks/costs.py
+    python tests/benchmarks/costs.py [--record FILE]
 
 Every figure is from processes of its own. Seconds are CPU seconds, which a busy machine does not change much; memory is
 the most private memory above what there was before, sampled every millisecond. Exits with 1 where a budget is exceeded.
@@ -8,13 +8,14 @@ the most private memory above what there was before, sampled every millisecond. 
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +92,9 @@ def seconds_spent() -> Iterator[Cost]:
     large = ["llama", "--model", "llama-3.1-405b", "--mesh", "dp=1024,tp=8"]
     check = COMMAND.format(arguments=["--check", *large])
     dry_run = COMMAND.format(arguments=["--dry-run", *large, "--sequence-parallel"])
-    yield Cost("`--check`, both modes, above imports", seconds(check, IMPORTS)[0], "s", 1.5)
-    yield Cost("`apply_plan` on the meta device", seconds(APPLY, IMPORTS + BUILD)[0], "s", 15.0)
-    yield Cost("`--dry-run`, one mode, above imports", seconds(dry_run, IMPORTS)[0], "s", 60.0)
+    yield Cost("`--check` of 405B, both modes, above imports", seconds(check, IMPORTS)[0], "s", 1.5)
+    yield Cost("`apply_plan` of 405B on the meta device", seconds(APPLY, IMPORTS + BUILD)[0], "s", 15.0)
+    yield Cost("`--dry-run` of 405B, one mode, above imports", seconds(dry_run, IMPORTS)[0], "s", 60.0)
 
 
 # ---------------------------------------------------------------- memory
@@ -168,7 +169,12 @@ def memory_taken() -> Iterator[Cost]:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--record", type=Path, help="a file for the costs, one JSON object a line")
+    record = parser.parse_args().record
     costs = [*seconds_spent(), *memory_taken()]
+    if record:
+        record.write_text("".join(json.dumps(asdict(cost)) + "\n" for cost in costs))
     table = Table("what", "measured", "budget")
     for cost in costs:
         table.add_row(

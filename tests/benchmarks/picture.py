@@ -1,21 +1,14 @@
-"""The picture of the benchmark: seconds over the floor's, by setting and contestant.
-
-    python tests/benchmarks/picture.py RECORD PICTURE.svg
-
-RECORD is what ``speed.py --record`` wrote.
-"""
+"""The picture of the benchmark: seconds over the floor's, by setting and contestant."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from speed import FLOOR, Result
+from speed import Result
 
 mpl.rcParams["svg.hashsalt"] = "shardplan"  # the same ids in every drawing of the same numbers
 mpl.rcParams["svg.fonttype"] = "none"
@@ -56,13 +49,3 @@ def _panel(axes: Axes, results: Sequence[Result], title: str) -> None:
     axes.set_ylabel("seconds over the floor's")
     axes.set_title(title, loc="left", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def read(record: Path) -> list[Result]:
-    """All but the floor itself, which is 1."""
-    listed = [Result(**json.loads(line)) for line in record.read_text(encoding="utf-8").splitlines()]
-    return [result for result in listed if result.contestant != FLOOR]
-
-
-if __name__ == "__main__":
-    draw(read(Path(sys.argv[1])), Path(sys.argv[2]))
