@@ -14,6 +14,7 @@ import tolerances
 from pool import Pool
 from shardplan import CheckpointError, latest_checkpoint, save_checkpoint
 from shardplan.checkpoint import resume as resumes
+from shardplan.checkpoint import store
 from shardplan.checkpoint.state import Trained
 from shardplan.mesh import parse_mesh
 from test_weights import different
@@ -89,7 +90,7 @@ def test_a_folder_of_checkpoints_may_be_called_like_one(tmp_path: Path) -> None:
 def test_a_step_that_nobody_would_find_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, step: Any, error: type[Exception]
 ) -> None:
-    monkeypatch.setattr(resumes, "required", lambda _: None)
+    monkeypatch.setattr(store, "required_of", lambda _: None)
     with pytest.raises(error):
         save_checkpoint(tmp_path, None, step=step)  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
@@ -107,3 +108,10 @@ def test_the_optimizers_groups_are_those_of_the_checkpoint() -> None:
         assert group["params"] == [parameter]
     with pytest.raises(CheckpointError, match="hold other parameters"):
         trained.restore_groups(saved[::-1])
+
+
+def test_an_optimizer_without_memory_is_refused() -> None:
+    """Its state would be without memory, too, and the next step would raise."""
+    model = nn.Linear(2, 2, device="meta")
+    with pytest.raises(CheckpointError, match="load the weights first, then make the optimizer"):
+        Trained.of(model, torch.optim.AdamW(model.parameters()))

@@ -67,6 +67,10 @@ class Trained:
         group_of_part = {
             id(part): number for number, group in enumerate(optimizer.param_groups) for part in group["params"]
         }
+        if any(local(part).is_meta for group in optimizer.param_groups for part in group["params"]):
+            raise CheckpointError(
+                "the optimizer's parameters are on the meta device: load the weights first, then make the optimizer"
+            )
         stored: dict[str, Stored] = {}
         group_of: dict[str, int] = {}
         for tied in by_identity(stored_tensors(model)):

@@ -101,6 +101,7 @@ def save_checkpoint(
         if target.exists() and not (target / MARKER).is_file():
             raise CheckpointError("something else is there, which is not replaced")
         state = _state(model, optimizer, scheduler, ranks.rank, values)
+    with ranks.together(doing):
         if ranks.first:
             begin(partial)
     mesh, size = str(applied.compiled.mesh), len(ranks.gather(None, doing))
