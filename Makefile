@@ -59,7 +59,7 @@ types: $(READY)
 	$(BIN)/mypy
 
 quick-tests: $(READY)
-	$(BIN)/python -m pytest -q -m "not processes"
+	$(BIN)/python -m pytest -q -m "not processes" --numprocesses 2
 
 process-tests: $(READY)
 	$(BIN)/python -m pytest -q -m processes

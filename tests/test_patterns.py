@@ -247,8 +247,8 @@ def test_any_text_is_a_pattern_or_a_value_error(text: str) -> None:
 
 
 def test_many_globs_take_no_time() -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     assert not matches("*a" * 30 + "b", "a" * 60)
     assert not matches("**.*." * 30 + "b", ".".join("a" * 60))
     assert not matches("x@" + "*A" * 30 + "B", "x", "A" * 60)
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1

@@ -191,9 +191,9 @@ def test_endless_and_deep_nesting(text: str) -> None:
 def test_a_billion_laughs() -> None:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12)]
-    start = time.perf_counter()
+    start = time.process_time()
     assert refusal("\n".join(lines)).message == "aliases expand to more than 50000 values"
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
 
 
 @pytest.mark.parametrize("value", ["2024-99-99", "0b_", "1" * 5000])
