@@ -22,6 +22,7 @@ import tiny_models
 from shardplan import CheckpointError, apply_plan, load_checkpoint, load_weights, save_checkpoint, save_weights
 from shardplan.checkpoint import folder as folders
 from shardplan.checkpoint import save as saves
+from shardplan.weights import local
 
 NAME, MESH = "llama", "dp=2,tp=2"
 FILES = 30_000  # bytes of one: some of several files for each rank
@@ -106,6 +107,33 @@ def save_and_wait(target: str, model: nn.Module, *, asynchronous: bool) -> None:
     saving = save_checkpoint(target, model, step=9, asynchronous=asynchronous)
     if saving is not None:
         saving.wait()
+
+
+def twice_at_once(target: str) -> list[set[float]]:
+    """Values in the checkpoint after each of two saves at one step, of which the second begins while one writes."""
+    first, second = of_number(1), of_number(2)
+    reader = of_number(3)
+    seen = []
+    saving = save_checkpoint(target, first, step=1, asynchronous=True)
+    again = save_checkpoint(target, second, step=1, asynchronous=True)
+    for each in (again, saving):
+        assert each is not None
+        each.wait()
+        load_checkpoint(target, reader)
+        seen.append({value for tensor in reader.parameters() for value in local(tensor.detach()).unique().tolist()})
+    return seen
+
+
+def refused_before_reading(target: str) -> list[tuple[Said, set[float]]]:
+    """Of a checkpoint of ones: for other groups of the optimizer and for a rounding model; and the model's values."""
+    model = of_number(1)
+    save_checkpoint(target, model, torch.optim.SGD(model.parameters()), step=1)
+    other, rounding = of_number(2), of_number(2).to(torch.bfloat16)
+    parameters = list(other.parameters())
+    groups = [{"params": parameters[:1]}, {"params": parameters[1:]}]
+    told = [said(load_checkpoint, target, other, torch.optim.SGD(groups)), said(load_checkpoint, target, rounding)]
+    values = [{v for t in m.parameters() for v in local(t.detach()).unique().tolist()} for m in (other, rounding)]
+    return list(zip(told, values, strict=True))
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 import fault_jobs
 import tiny_models
 from pool import Pool, PoolError
-from shardplan.checkpoint.folder import INDEX
+from shardplan.checkpoint.folder import INDEX, open_weights
 
 WITHIN = 30  # seconds until a rank knows
 WHAT = ("weights", "checkpoint", "background")
@@ -182,6 +182,43 @@ def test_a_folder_without_write_permission(pool: Pool, what: str) -> None:
         assert message.startswith("cannot save ")
         assert "Permission denied" in message
         assert left(locked) == []
+
+
+def test_a_write_protected_folder_in_the_old_one_is_kept(pool: Pool) -> None:
+    """And does not stay behind when the old one goes."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out"
+        (out / "mine").mkdir(parents=True)
+        (out / "mine/notes").write_text("keep")
+        if os.geteuid() == 0:
+            for path in (Path(folder), out, out / "mine", out / "mine/notes"):
+                os.chown(path, fault_jobs.NOBODY, -1)
+        Path(folder).chmod(0o755)
+        user = fault_jobs.NOBODY if os.geteuid() == 0 else None
+        for _ in range(2):
+            (out / "mine").chmod(0o555)
+            assert agreed(pool.run(4, fault_jobs.into, str(out), "weights", False, user)) == ""
+            assert (out / "mine/notes").read_text() == "keep"
+            assert [path.name for path in out.parent.iterdir()] == ["out"]
+
+
+def test_a_save_waits_for_the_one_before(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(4, fault_jobs.twice_at_once, str(tmp_path / "run")) == [[{2.0}, {2.0}]] * 4
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_read(pool: Pool, tmp_path: Path) -> None:
+    groups, rounding = zip(*pool.run(4, fault_jobs.refused_before_reading, str(tmp_path / "run")), strict=True)
+    assert "the optimizer's groups hold other parameters" in agreed([told for told, _ in groups])
+    assert "model.embed_tokens.weight is torch.float32, not torch.bfloat16" in agreed([told for told, _ in rounding])
+    assert [values for _, values in (*groups, *rounding)] == [{2.0}] * 8
+
+
+def test_one_file_counts_where_an_index_is_left_of_several(tmp_path: Path) -> None:
+    """As it does for transformers, which leaves such an index behind."""
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}}))
+    (tensor,) = open_weights(tmp_path).values()
+    assert tensor.shape == (2,)
 
 
 def test_a_file_where_the_folder_should_be(pool: Pool, tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -19,6 +21,7 @@ from torch import Tensor
 from shardplan.checkpoint.lazy import Box, LazyTensor, Source, lazy
 from shardplan.checkpoint.together import CheckpointError
 
+LOG = logging.getLogger("shardplan")
 INDEX = "model.safetensors.index.json"
 ONE_FILE = "model.safetensors"
 OURS = (ONE_FILE, "model-?????-of-?????.safetensors", INDEX, "config.json", "generation_config.json")
@@ -79,17 +82,21 @@ def _opened(path: Path) -> Any:
 
 
 def _files(folder: Path) -> Iterator[tuple[Path, list[str] | None]]:
-    """The files, each with the names that the index gives it; None without an index."""
+    """The files, each with the names that the index gives it; None without an index.
+
+    Of both kinds in one folder transformers reads the one file: saved into a folder that held several, it leaves their
+    index behind.
+    """
     if not folder.is_dir():
         raise CheckpointError("there is no such folder")
     index = folder / INDEX
     for path in (index, folder / ONE_FILE):
         _require_file(path)
-    if not index.is_file():
-        if not (folder / ONE_FILE).is_file():
-            raise CheckpointError(f"it holds neither {ONE_FILE} nor {INDEX}")
+    if (folder / ONE_FILE).is_file():
         yield folder / ONE_FILE, None
         return
+    if not index.is_file():
+        raise CheckpointError(f"it holds neither {ONE_FILE} nor {INDEX}")
     try:
         weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         by_file: dict[str, list[str]] = {}
@@ -112,8 +119,16 @@ def beside(folder: Path) -> Path:
 
 
 def begin(partial: Path) -> None:
-    """Make the folder to write in; what an earlier save that was killed left there goes."""
-    shutil.rmtree(partial, ignore_errors=True)
+    """Make the folder to write in; what an earlier save that was killed left there goes.
+
+    Raises:
+        CheckpointError: it cannot.
+    """
+    if partial.exists():
+        try:
+            _remove(partial)
+        except OSError as error:
+            raise CheckpointError(f"{partial} is left of an earlier save and cannot be removed: {error}") from error
     partial.mkdir(parents=True)
 
 
@@ -141,8 +156,20 @@ def put_in_place(partial: Path, folder: Path, *, keep_others: bool = False) -> N
             (partial / name).rename(folder / name)
         raise
     if old is not None:
-        shutil.rmtree(old)
+        try:
+            _remove(old)
+        except OSError as error:
+            LOG.warning("%s is in its place; what was there before cannot be removed: %s", folder, error)
     sync(folder.parent)
+
+
+def _remove(folder: Path) -> None:
+    """Folders in it that are write-protected as well, where they are ours."""
+    for below in (folder, *folder.rglob("*")):
+        if below.is_dir() and not below.is_symlink():
+            with contextlib.suppress(OSError):
+                below.chmod(0o700)
+    shutil.rmtree(folder)
 
 
 def _swap(partial: Path, folder: Path) -> Path | None:

@@ -97,6 +97,12 @@ def load_checkpoint(
         computed = computed_buffers(model, applied, Unsharded(model, applied))
     if len(set(ranks.gather(str(found.folder), doing))) > 1:
         raise CheckpointError(f"{doing}: ranks found different ones: all must see one file system")
+    group = ranks.groups[0] if ranks.groups else None
+    if trained is not None:
+        with ranks.together(doing):  # before anything is touched
+            groups: dict[str, Any] = {"optimizer": {"groups": ()}}
+            load(groups, checkpoint_id=found.folder, process_group=group, no_dist=group is None)
+            trained.require_groups(groups["optimizer"]["groups"][0])
     same_ranks = found.marker.world_size == (dist.get_world_size() if ranks.groups else 1)
     with ranks.together(doing):
         materialise(model, applied)
@@ -105,15 +111,14 @@ def load_checkpoint(
         if same_ranks:
             state["random"] = {str(ranks.rank): ()}
         if trained is not None:
-            state["optimizer"] = {"groups": (), "state": _pieces_of(blank)}
+            state["optimizer"] = {"state": _pieces_of(blank)}
         if scheduler is not None:
             state["scheduler"] = ()
     with ranks.together(doing):
-        group = ranks.groups[0] if ranks.groups else None
         load(state, checkpoint_id=found.folder, process_group=group, no_dist=group is None)
     with ranks.together(doing):
         if trained is not None:
-            trained.restore_groups(state["optimizer"]["groups"][0])
+            trained.restore_groups(groups["optimizer"]["groups"][0])
             trained.restore(_filled(blank, state["optimizer"]["state"]))
         if scheduler is not None:
             scheduler.load_state_dict(state["scheduler"][0])
@@ -158,17 +163,25 @@ def _finished(folder: Path) -> Path:
 
 
 def _require_same_tensors(model: dict[str, Pieces], metadata: Metadata) -> None:
-    entries = {path[1]: metadata.state_dict_metadata[flat] for flat, path in (metadata.planner_data or {}).items()
-               if path[0] == "model"}  # fmt: skip
-    saved = {name: about.size for name, about in entries.items() if isinstance(about, TensorStorageMetadata)}
+    entries = {
+        path[1]: metadata.state_dict_metadata[flat]
+        for flat, path in (metadata.planner_data or {}).items()
+        if path[0] == "model"
+    }
+    saved = {name: about for name, about in entries.items() if isinstance(about, TensorStorageMetadata)}
     shapes = {name: tuple(pieces.shape) for name, pieces in model.items()}
     refuse({
         "missing": [name for name in shapes if name not in saved],
         "not in the model": [name for name in saved if name not in shapes],
+        "of another dtype, and would be rounded": [
+            f"{name} is {saved[name].properties.dtype}, not {pieces.dtype}"
+            for name, pieces in model.items()
+            if name in saved and torch.promote_types(saved[name].properties.dtype, pieces.dtype) != pieces.dtype
+        ],
         "of another shape": [
-            f"{name} is {tuple(saved[name])}, not {shape}"
+            f"{name} is {tuple(saved[name].size)}, not {shape}"
             for name, shape in shapes.items()
-            if name in saved and tuple(saved[name]) != shape
+            if name in saved and tuple(saved[name].size) != shape
         ],
     })  # fmt: skip
 

@@ -125,13 +125,16 @@ class Trained:
             for number, part in enumerate(self.stored[name].parts):
                 self.optimizer.state[part] = {key: _for_part(value, number) for key, value in values.items()}
 
-    def restore_groups(self, saved: list[dict[str, Any]]) -> None:
+    def require_groups(self, saved: list[dict[str, Any]]) -> None:
         """
         Raises:
             CheckpointError: the groups are of other parameters.
         """
         if [set(group["params"]) for group in saved] != [set(self._names(n)) for n in range(len(self.groups()))]:
             raise CheckpointError("the optimizer's groups hold other parameters than those of the checkpoint")
+
+    def restore_groups(self, saved: list[dict[str, Any]]) -> None:
+        """After `require_groups`."""
         for group, values in zip(self.optimizer.param_groups, saved, strict=True):
             for key, value in values.items():
                 if isinstance(group.get(key), Tensor):

@@ -6,7 +6,7 @@ import copy
 import threading
 from operator import index
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,8 @@ from shardplan.checkpoint.together import CheckpointError, Ranks
 class Saving:
     """A checkpoint that is being written."""
 
+    _last: ClassVar[Saving | None] = None  # of this process
+
     def __init__(self, folder: Path, write: Any, group: dist.ProcessGroup | None) -> None:
         self.folder = folder
         self._error: BaseException | None = None
@@ -34,6 +36,7 @@ class Saving:
         self._group = group
         self._thread = threading.Thread(target=self._run, name=f"saving {folder.name}")
         self._thread.start()
+        Saving._last = self
 
     def _run(self) -> None:
         try:
@@ -41,18 +44,31 @@ class Saving:
         except CheckpointError as error:
             self._error = error
 
+    @classmethod
+    def end_of_last(cls) -> None:
+        """Wait for the one before: two at once would write into each other's folders.
+
+        Raises:
+            CheckpointError: it could not be written, and nobody has asked.
+        """
+        last, cls._last = cls._last, None
+        if last is not None:
+            last.wait()
+
     @property
     def done(self) -> bool:
         """Whether it is written, or has failed."""
         return not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Return when it is on disk and in its place. Every rank calls it, before the next save at the latest.
+        """Return when it is on disk and in its place. Every rank calls it, and the next save does so itself.
 
         Raises:
             CheckpointError: on every rank: it could not be written.
         """
         self._thread.join()
+        if Saving._last is self:
+            Saving._last = None
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
@@ -96,6 +112,7 @@ def save_checkpoint(
     applied, step = required_of(model), _counted(step)
     ranks, target = Ranks.of_world(), Path(folder).resolve() / f"{PREFIX}{step:08}"
     doing, partial = f"cannot save the checkpoint {target}", beside(target)
+    Saving.end_of_last()
     with ranks.together(doing):
         values = copied_to_host if asynchronous else itself
         if target.exists() and not (target / MARKER).is_file():
