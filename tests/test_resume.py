@@ -107,7 +107,9 @@ def test_the_optimizers_groups_are_those_of_the_checkpoint() -> None:
         assert (group["lr"], group["weight_decay"]) == (0.25, 0.125)
         assert group["params"] == [parameter]
     with pytest.raises(CheckpointError, match="hold other parameters"):
-        trained.require_groups(saved[::-1])
+        trained.require_alike("AdamW", saved[::-1])
+    with pytest.raises(CheckpointError, match="it holds the state of SGD, and the optimizer is AdamW"):
+        trained.require_alike("SGD", saved)
 
 
 def test_an_optimizer_without_memory_is_refused() -> None:

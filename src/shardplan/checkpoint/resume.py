@@ -100,9 +100,10 @@ def load_checkpoint(
     group = ranks.groups[0] if ranks.groups else None
     if trained is not None:
         with ranks.together(doing):  # before anything is touched
-            groups: dict[str, Any] = {"optimizer": {"groups": ()}}
-            load(groups, checkpoint_id=found.folder, process_group=group, no_dist=group is None)
-            trained.require_groups(groups["optimizer"]["groups"][0])
+            saved: dict[str, Any] = {"optimizer": {"groups": (), "kind": ()}}
+            load(saved, checkpoint_id=found.folder, process_group=group, no_dist=group is None)
+            (groups,), (kind,) = saved["optimizer"]["groups"], saved["optimizer"]["kind"]
+            trained.require_alike(kind, groups)
     same_ranks = found.marker.world_size == (dist.get_world_size() if ranks.groups else 1)
     with ranks.together(doing):
         materialise(model, applied)
@@ -118,7 +119,7 @@ def load_checkpoint(
         load(state, checkpoint_id=found.folder, process_group=group, no_dist=group is None)
     with ranks.together(doing):
         if trained is not None:
-            trained.restore_groups(groups["optimizer"]["groups"][0])
+            trained.restore_groups(groups)
             trained.restore(_filled(blank, state["optimizer"]["state"]))
         if scheduler is not None:
             scheduler.load_state_dict(state["scheduler"][0])

@@ -125,16 +125,23 @@ class Trained:
             for number, part in enumerate(self.stored[name].parts):
                 self.optimizer.state[part] = {key: _for_part(value, number) for key, value in values.items()}
 
-    def require_groups(self, saved: list[dict[str, Any]]) -> None:
+    @property
+    def kind(self) -> str:
+        """What of optimizer it is: its state means nothing to another."""
+        return type(self.optimizer).__qualname__
+
+    def require_alike(self, kind: str, saved: list[dict[str, Any]]) -> None:
         """
         Raises:
-            CheckpointError: the groups are of other parameters.
+            CheckpointError: the optimizer is of another kind, or its groups are of other parameters.
         """
+        if kind != self.kind:
+            raise CheckpointError(f"it holds the state of {kind}, and the optimizer is {self.kind}")
         if [set(group["params"]) for group in saved] != [set(self._names(n)) for n in range(len(self.groups()))]:
             raise CheckpointError("the optimizer's groups hold other parameters than those of the checkpoint")
 
     def restore_groups(self, saved: list[dict[str, Any]]) -> None:
-        """After `require_groups`."""
+        """After `require_alike`."""
         for group, values in zip(self.optimizer.param_groups, saved, strict=True):
             for key, value in values.items():
                 if isinstance(group.get(key), Tensor):

@@ -145,7 +145,7 @@ def _state(
     state: dict[str, Any] = {"model": model_state(model, values), "random": {str(rank): (random_state(),)}}
     if optimizer is not None:
         trained = Trained.of(model, optimizer)
-        state["optimizer"] = {"state": trained.state(values), "groups": (trained.groups(),)}
+        state["optimizer"] = {"state": trained.state(values), "groups": (trained.groups(),), "kind": (trained.kind,)}
     if scheduler is not None:
         state["scheduler"] = (copy.deepcopy(scheduler.state_dict()),)
     return state
