@@ -101,3 +101,30 @@ def test_a_norm_behind_the_last_linear_of_a_block_would_norm_a_part() -> None:
     (finding,) = overlaid(shipped("llama"), model, rules)
     assert finding.code == "SP208"
     assert "stands behind down_proj inside block model.layers.*.mlp: it would norm a part of a sum" in finding.message
+
+
+class Indexer(nn.Module):
+    """As beside latent attention: a projection of its own, whole on every rank, and a norm over what that gives."""
+
+    def __init__(self, hidden: int, width: int) -> None:
+        super().__init__()
+        self.wk = nn.Linear(hidden, width, bias=False)
+        self.k_norm = nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.k_norm(self.wk(x))
+
+
+@pytest.mark.parametrize(("style", "codes"), [("null", set()), ("colwise", {"SP208"})])
+def test_a_norm_behind_a_whole_linear_is_whole(tmp_path: Path, style: str, codes: set[str]) -> None:
+    """Though a cut projection of the attention around it is just as wide."""
+    model: Any = tiny_models.build_meta("llama")
+    width = model.model.layers[0].self_attn.k_proj.out_features
+    for layer in model.model.layers:
+        with torch.device("meta"):
+            layer.self_attn.indexer = Indexer(model.config.hidden_size, width)
+    overlay = tmp_path / "plan.yaml"
+    indexer = ".layers.*.self_attn.indexer"
+    overlay.write_text(f"format: 1\nrules:\n  {indexer}.wk: {style}\n  {indexer}.k_norm: null\n")
+    found = check_plan([shipped("llama"), overlay], model, "tp=2")
+    assert {f.code for f in found if f.severity is Severity.ERROR and "k_norm" in f.message} == codes
