@@ -11,6 +11,7 @@ from shardplan.diagnostics import Diagnostic, Location, Severity
 
 CLEAN, WRONG, COULD_NOT_CHECK = 0, 1, 2
 # A plan, mesh or model that cannot be had, or a run that cannot be made, says nothing of a plan.
+NAMED_BY_PLANS = ("SP301", "SP901")
 COULD_NOT_CHECK_CODES = ("SP001", "SP301", "SP901", "SP903", "SP904")
 
 
@@ -104,8 +105,8 @@ class Findings:
 
 
 def _could_not_check(finding: Diagnostic) -> bool:
-    """A mesh that a plan file names (SP301 with a place) is the plan's fault; one on the command line is usage."""
-    return finding.code in COULD_NOT_CHECK_CODES and not (finding.code == "SP301" and finding.where)
+    """A mesh or model that a plan file names, with its place, is the plan's fault; on the command line it is usage."""
+    return finding.code in COULD_NOT_CHECK_CODES and not (finding.code in NAMED_BY_PLANS and finding.where)
 
 
 def _situations(met: list[str]) -> str:

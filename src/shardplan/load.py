@@ -139,7 +139,9 @@ class _Build:
                 parse_mesh(text)
             except PlanError as error:
                 self.findings += [replace(finding, where=where) for finding in error.diagnostics]
-        return Reference(tuple(file.reference.models), tuple(file.reference.meshes))
+        models = tuple(file.reference.models)
+        places = tuple(self.source.locate(("reference", "models", index)) for index in range(len(models)))
+        return Reference(models, tuple(file.reference.meshes), places)
 
     def _pattern(self, text: str, path: KeyPath) -> Pattern | None:
         try:

@@ -99,6 +99,7 @@ def merge(layers: Sequence[Plan]) -> Plan:
         reference=Reference(
             _highest(plan.reference.models or None for plan in ranked) or (),
             _highest(plan.reference.meshes or None for plan in ranked) or (),
+            _highest(plan.reference.places or None for plan in ranked) or (),
         ),
         extends=None,
         extends_where=_highest(plan.extends_where for plan in ranked),

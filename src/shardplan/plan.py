@@ -106,10 +106,11 @@ class MixedPrecision:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What ``--check`` uses when it is not told a model or a mesh."""
+    """What ``--check`` uses when it is not told a model or a mesh. ``places``: where the plan names each model."""
 
     models: tuple[str, ...] = ()
     meshes: tuple[str, ...] = ()
+    places: tuple[Location, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -76,7 +76,7 @@ class Request:
 
         for model in self.models(plan):
             try:
-                resolved = resolve(plan, inventory_of(model), self.styles)
+                resolved = resolve(plan, self._inventory(model, plan), self.styles)
             except PlanError as refused:
                 yield refused
                 continue
@@ -94,8 +94,21 @@ class Request:
         from shardplan.resolve import resolve
 
         model, mesh = self.models(plan)[0], self.meshes(plan)[0]
-        resolved = resolve(plan, inventory_of(model), self.styles)
+        resolved = resolve(plan, self._inventory(model, plan), self.styles)
         return Situation(model, Target(resolved, mesh, self.mode(plan)), self.asked(name, plan))
+
+    def _inventory(self, model: str, plan: Plan) -> Inventory:
+        """
+        Raises:
+            PlanError: the model cannot be had; with its place where it is the plan that names it.
+        """
+        try:
+            return inventory_of(model)
+        except PlanError as refused:
+            if self.model is not None:
+                raise
+            place = dict(zip(plan.reference.models, plan.reference.places, strict=True))[model]
+            raise PlanError([replace(finding, where=place) for finding in refused.diagnostics]) from None
 
     def missing(self, plan: Plan) -> str:
         """What is not known and without which only the file can be looked at: ``model``, ``mesh``, or nothing."""
