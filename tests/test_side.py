@@ -128,3 +128,32 @@ def test_a_norm_behind_a_whole_linear_is_whole(tmp_path: Path, style: str, codes
     overlay.write_text(f"format: 1\nrules:\n  {indexer}.wk: {style}\n  {indexer}.k_norm: null\n")
     found = check_plan([shipped("llama"), overlay], model, "tp=2")
     assert {f.code for f in found if f.severity is Severity.ERROR and "k_norm" in f.message} == codes
+
+
+class Scaled(nn.Module):
+    """An MLP with two vectors of its own, as long as each other and as nothing else."""
+
+    def __init__(self, mlp: LlamaMLP) -> None:
+        super().__init__()
+        self.mlp = mlp
+        self.scale, self.shift = (nn.Parameter(torch.ones(24, device="meta")) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x) * self.scale.mean() + self.shift.mean()
+
+
+@pytest.mark.parametrize("cut", [("scale",), ("scale", "shift")])
+def test_a_parameter_is_not_cut_by_itself(tmp_path: Path, cut: tuple[str, ...]) -> None:
+    """Of two vectors as long as each other, neither gives what the other takes."""
+    model: Any = tiny_models.build_meta("llama")
+    for layer in model.model.layers:
+        layer.mlp = Scaled(layer.mlp)
+    own = "\n".join(f"  .layers.*.mlp.{name}: {{style: shard, dim: 0}}" for name in cut)
+    overlay = tmp_path / "plan.yaml"
+    overlay.write_text(
+        "format: 1\nrules:\n  .layers.*.mlp.mlp.{gate,up}_proj: colwise\n  .layers.*.mlp.mlp.down_proj: rowwise\n"
+        f"{own}\n"
+    )
+    found = check_plan([shipped("llama"), overlay], model, "tp=2")
+    said = [f for f in found if f.severity is Severity.ERROR and "nothing else in" in f.message]
+    assert len(said) == len(cut)

@@ -247,10 +247,14 @@ def _follows_heads(target: Target, shape: tuple[int, ...], dim: int, group: Grou
 
 
 def _pairs(target: Target, parameter: ResolvedParameter, module: ResolvedModule) -> bool:
-    """Fused experts: what one parameter gives in parts, another one of the module takes in parts."""
+    """Fused experts: what one parameter gives in parts, another one of the module takes in parts, or adds to it.
+
+    Two vectors neither give nor take.
+    """
     others = [p for p in module.parameters if p is not parameter and p.style is not None and p.style.split is Split.DIM]
+    matrices = others if len(parameter.info.shape) > 1 else [p for p in others if len(p.info.shape) > 1]
     lengths = _lengths(target, parameter, module)
-    return any(lengths & _lengths(target, other, module) for other in others)
+    return any(lengths & _lengths(target, other, module) for other in matrices)
 
 
 def _lengths(target: Target, parameter: ResolvedParameter, module: ResolvedModule) -> set[int]:
