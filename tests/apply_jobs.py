@@ -7,6 +7,7 @@ import copy
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 import parity
 import tiny_models
@@ -163,3 +164,22 @@ def largest_logit_difference(positions: str) -> float:
     sharded = apply_plan(tiny_models.build("llama"), "llama", parity.build_mesh("tp=2"), sequence_parallel=True)
     with torch.no_grad():
         return (reference(**inputs).logits - parity.whole(sharded(**inputs).logits)).abs().max().item()
+
+
+class Peeking(LlamaMLP):
+    """An MLP with a method beside ``forward`` that computes with a child's weight, as Gemma 3n's layers have."""
+
+    def gated(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.gate_proj.weight)
+
+
+def read_beside_forward() -> bool:
+    """Whether such a method gives this rank's part of what it gives unsharded."""
+    mesh = parity.build_mesh("tp=2")
+    model: Any = tiny_models.build("llama")
+    mlp = model.model.layers[0].mlp
+    mlp.__class__ = Peeking
+    x = torch.randn(2, 4, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    expected = mlp.gated(x).detach().chunk(2, -1)[mesh.get_local_rank()]
+    apply_plan(model, "llama", mesh, sequence_parallel=False)
+    return torch.equal(mlp.gated(x).detach(), expected)

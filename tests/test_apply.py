@@ -150,3 +150,7 @@ def test_auto_says_when_no_plan_is_shipped() -> None:
     (finding,) = check_plan("auto", model, "tp=2")
     assert (finding.code, finding.severity) == ("SP106", Severity.ERROR)
     assert finding.message == "no plan is shipped for OPTForCausalLM, and transformers has none for it"
+
+
+def test_methods_beside_forward_read_local_weights(pool: Pool) -> None:
+    assert pool.run(2, apply_jobs.read_beside_forward) == [True, True]
