@@ -358,6 +358,7 @@ def test_own_styles_and_models_are_found_in_the_working_directory(
     clean = run_in(tmp_path, *on, "--styles", "mine")
     assert (clean.returncode, clean.stdout, clean.stderr) == (0, "", "")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)  # as the command does for itself
     unknown = run(*on)
     assert unknown.exit_code == 1
     assert "unknown style 'cut'" in unknown.stdout
