@@ -24,7 +24,7 @@ from shardplan.mesh import parse_mesh
 ODD = {"vocab_size": 257}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": ODD, "llama-tied": ODD, "qwen3": ODD, "gemma3": ODD, "gemma3-vision": ODD, "nemotron-h": ODD, "phi3": ODD,
-    "gpt2": {}, "mixtral": {}, "nemotron-h-backbone": {},
+    "gpt2": {}, "mixtral": ODD, "nemotron-h-backbone": {},
 }  # fmt: skip
 MESHES = {4: ("dp=2,tp=2", "dp=1,tp=4", "dp=4,tp=1"), 1: ("tp=1",)}  # by their size
 SMALL_FILES = 100_000  # bytes: several files of each model
