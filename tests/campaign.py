@@ -2,8 +2,9 @@
 
 ``python tests/campaign.py`` (``make campaign``) derives every single mutation of every shipped plan, lets the oracle
 decide in both modes what each really does, and asks ``--check``, and of what that lets pass ``--dry-run`` and
-``--verify``. It takes hours; ``--sample N`` looks at every N-th mutant only, from number ``--first`` on. ``--write``
-writes docs/campaign.md.
+``--verify``. It takes hours: ``--sample N`` looks at every N-th mutant only, from number ``--first`` on,
+``--matching TEXT`` at those that have it in them, and ``--record FILE`` goes on where the file ends. ``--write`` writes
+docs/campaign.md.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -72,13 +73,18 @@ class Verdict:
         return not (self.refused or self.raised or self.verified)
 
 
-def judge(pool: Pool, ranks: Ranks, plan: str, chosen: list[Mutant]) -> Iterator[Verdict]:
-    base_mutant = as_shipped(plan)
+def judge(
+    pool: Pool, ranks: Ranks, plan: str, chosen: list[Mutant], known: Container[tuple[str, str]] = ()
+) -> Iterator[Verdict]:
+    """Verdicts of the mutants of one plan, but for ``known`` ones: text and mode."""
     for mode, sequence_parallel in MODES.items():
-        (base,) = seen_by_oracle(pool, [base_mutant], sequence_parallel)
+        due = [mutant for mutant in chosen if (mutant.text, mode) not in known]
+        if not due:
+            continue
+        (base,) = seen_by_oracle(pool, [as_shipped(plan)], sequence_parallel)
         assert not base.wrong, base
-        for start in range(0, len(chosen), CHUNK):
-            chunk = chosen[start : start + CHUNK]
+        for start in range(0, len(due), CHUNK):
+            chunk = due[start : start + CHUNK]
             for mutant, seen in zip(chunk, seen_by_oracle(pool, chunk, sequence_parallel), strict=True):
                 truth, reason = classify(seen, base)
                 yield _asked(ranks, mutant, mode, truth, reason)
@@ -260,22 +266,26 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--sample", type=int, default=1, help="look at every N-th mutant")
     parser.add_argument("--first", type=int, default=0, help="the first mutant to look at")
+    parser.add_argument("--matching", default="", help="look at mutants with this text in their descriptions only")
     parser.add_argument("--plan", action="append")
     parser.add_argument("--records", type=Path, nargs="+", help="verdicts of earlier runs, for one table")
     parser.add_argument("--again", type=Path, help="a record, of which only the checks are asked anew")
-    parser.add_argument("--record", help="a file for the verdicts, one JSON object a line")
+    parser.add_argument("--record", type=Path, help="a file for the verdicts, a JSON object a line; what it has stays")
     parser.add_argument("--write", action="store_true", help="write docs/campaign.md")
     arguments = parser.parse_args()
-    pool, verdicts, start = Pool(), [], time.monotonic()
-    record = Path(arguments.record).open("w") if arguments.record else None  # noqa: SIM115 - for the whole run
+    pool, start = Pool(), time.monotonic()
+    verdicts = list(_recorded(arguments.record)) if arguments.record and arguments.record.exists() else []
+    record = arguments.record.open("a") if arguments.record else None
     with LocalRanks(2) as ranks:
         if arguments.again:
             verdicts += again(ranks, arguments.again)
         verdicts += [read for record_file in arguments.records or () for read in _recorded(record_file)]
         for plan in () if arguments.again or arguments.records else arguments.plan or shipped_plans():
-            chosen = list(mutants(plan))[arguments.first :: arguments.sample]
+            matching = [mutant for mutant in mutants(plan) if arguments.matching in mutant.text]
+            chosen = matching[arguments.first :: arguments.sample]
+            known = {(verdict.text, verdict.mode) for verdict in verdicts if verdict.plan == plan}
             print(f"{plan}: {len(chosen)} mutants", file=sys.stderr)
-            for number, verdict in enumerate(judge(pool, ranks, plan, chosen)):
+            for number, verdict in enumerate(judge(pool, ranks, plan, chosen, known)):
                 verdicts.append(verdict)
                 if record:
                     print(json.dumps(asdict(verdict)), file=record, flush=True)

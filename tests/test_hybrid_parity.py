@@ -136,6 +136,27 @@ def test_mixers_may_stay_whole(pool: Pool, overrides: dict[str, None]) -> None:
     assert pool.run(2, parity.compare, case, [Batch(mask=True), Batch(7, labels=True)]) == [[], []]
 
 
+LATENT = ".layers.*.mixer.fc1_latent_proj"
+
+
+@pytest.mark.parametrize("style", [None, "rotary", "replicate", "sequence_parallel"])
+def test_what_experts_take_whole_may_be_called_whole_in_any_way(pool: Pool, style: str | None) -> None:
+    """A rule on it makes its gradient a sum, as everything's inside a block."""
+    overrides = {LATENT: style}
+    assert [f.code for f in findings(overrides)] == (["SP206"] if style == "sequence_parallel" else [])
+    case = Case("nemotron-h", "tp=2", sequence_parallel=True, training=False, options={"overrides": overrides})
+    assert pool.run(2, parity.compare, case, [Batch(labels=True)]) == [[], []]
+
+
+@pytest.mark.parametrize("style", ["colwise", "colwise_gather_output"])
+def test_what_experts_take_whole_is_not_cut(style: str) -> None:
+    (found,) = findings({LATENT: style})
+    assert found.code == "SP203"
+    assert found.message.startswith(
+        f"fc1_latent_proj is colwise, but the experts of block {MIXER} take all the features that it gives"
+    )
+
+
 @pytest.mark.parametrize("pattern", [ATTENTION, MAMBA, ".layers.0.mixer"])
 def test_but_not_on_the_cut_stream_where_a_rank_sees_a_part_of_the_tokens(pattern: str) -> None:
     found = findings({pattern: None}, sequence_parallel=True)

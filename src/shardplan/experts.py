@@ -30,6 +30,11 @@ class ExpertsInfo:
         return 2 if self.transposed else 1
 
     @property
+    def read(self) -> int:
+        """The dim of the features that an expert's first projection takes."""
+        return 3 - self.given
+
+    @property
     def taken(self) -> int:
         """The dim of the features that its last projection takes."""
         return 1 if self.transposed else 2

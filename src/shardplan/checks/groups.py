@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from shardplan.checks.faulty import FaultyRules
 from shardplan.checks.names import general, last
+from shardplan.experts import GIVING
 from shardplan.inventory import ancestors
 from shardplan.layouts import PARTIAL, REPLICATE, Layout, shard
 from shardplan.plan import Rule
@@ -45,6 +46,7 @@ class Group:
 
     owner: ResolvedModule
     members: tuple[Member, ...]
+    latent: frozenset[int] = frozenset()  # widths that fused experts take whole, and that are not the stream's
 
     @property
     def is_block(self) -> bool:
@@ -58,8 +60,15 @@ class Group:
         return tuple(member for member in self.members if member.role == role)
 
     def whole(self) -> tuple[Member, ...]:
-        """Members that are not cut and do not say that they see a part of the work only."""
-        return tuple(member for member in self.of_role("whole") if not _says_partial(member.module))
+        """Members that are not cut, and of which nothing says that whole is right."""
+        whole = (member for member in self.of_role("whole") if not _says_partial(member.module))
+        return tuple(member for member in whole if not (_is_spoken_for(member.module) and self.is_latent(member)))
+
+    def is_latent(self, member: Member) -> bool:
+        """Whether a member gives the fused experts all that they take: nobody else takes that many features."""
+        width = member.module.info.features[0]
+        taken_in_parts = {consumer.module.info.features[1] for consumer in self.of_role("consumer")}
+        return width in self.latent and width not in taken_in_parts
 
 
 def find_groups(resolved: ResolvedPlan, faulty: FaultyRules) -> Iterator[Group]:
@@ -70,10 +79,27 @@ def find_groups(resolved: ResolvedPlan, faulty: FaultyRules) -> Iterator[Group]:
             around = module.block if module.block is not None else next(ancestors(module.fqn), "")
             members.setdefault(around, []).append(_member(module))
     for owner in resolved.modules:
-        group = Group(owner, tuple(members.get(owner.fqn, ())))
+        group = Group(owner, tuple(members.get(owner.fqn, ())), _latent(resolved, owner))
         cut = any(member.role != "whole" for member in group.members)
         if (group.is_block or cut) and not _waits(faulty, group):
             yield group
+
+
+def stream_width(resolved: ResolvedPlan) -> int | None:
+    """Features of the residual stream, as the embedding gives them."""
+    embedding = resolved.by_fqn.get(resolved.inventory.embedding or "")
+    return embedding.info.parameters[0].shape[-1] if embedding and embedding.info.parameters else None
+
+
+def _latent(resolved: ResolvedPlan, owner: ResolvedModule) -> frozenset[int]:
+    inside = ((module.info.experts, module.info.parameters) for module in resolved.children(owner.fqn))
+    taken = {
+        parameter.shape[experts.read]
+        for experts, parameters in inside
+        for parameter in parameters
+        if experts is not None and parameter.name in GIVING and len(parameter.shape) == 3
+    }
+    return frozenset(taken - {stream_width(resolved)})
 
 
 def _waits(faulty: FaultyRules, group: Group) -> bool:
@@ -87,6 +113,11 @@ def _member(module: ResolvedModule) -> Member:
     inside = {Split.INPUT: (FEATURES, PARTIAL), Split.OUTPUT: (REPLICATE, FEATURES)}
     takes, gives = inside.get(split, (REPLICATE, REPLICATE)) if split else (REPLICATE, REPLICATE)
     return Member(module, taken.source if taken else takes, given.target if given else gives)
+
+
+def _is_spoken_for(module: ResolvedModule) -> bool:
+    """Whether rules decide about all of its parameters: inside a block their gradients are then summed."""
+    return all(parameter.claim is not None for parameter in module.parameters)
 
 
 def _says_partial(module: ResolvedModule) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardplan.checks.groups import FEATURES, Group, Member
+from shardplan.checks.groups import FEATURES, Group, Member, stream_width
 from shardplan.checks.names import general
 from shardplan.checks.target import Target, listed
 from shardplan.diagnostics import Diagnostic
@@ -97,7 +97,12 @@ def _last_hint(group: Group) -> str:
 
 
 def _disordered(target: Target, group: Group) -> list[Diagnostic]:
-    """Members whose roles are mixed up: siblings cut differently, or a rowwise one that does not end the block."""
+    """Members whose roles are mixed up."""
+    return _odd_sibling(target, group) or _cut_latent(target, group) or _rowwise_inside(target, group)
+
+
+def _odd_sibling(target: Target, group: Group) -> list[Diagnostic]:
+    """Siblings that are cut differently."""
     roles = {member.name: member for member in group.members}
     for siblings in _SIBLINGS:
         members = [roles[name] for name in roles if name in siblings]
@@ -108,7 +113,22 @@ def _disordered(target: Target, group: Group) -> list[Diagnostic]:
                 f"{other.name} is {_style(other)} in {group.name}, but its sibling {first.name} is {_style(first)}"
             )
             return [_fault(target, group, message, f"{_names(tuple(members))} cut alike", _ALIKE, (other, *members))]
-    width = _stream_width(target)
+    return []
+
+
+def _cut_latent(target: Target, group: Group) -> list[Diagnostic]:
+    """A linear that gives each rank a part of what the experts take whole."""
+    for producer in group.of_role("producer"):
+        if group.is_latent(producer):
+            message = f"{producer.name} is colwise, but the experts of {group.name} take all the features that it gives"
+            hint = f"make {producer.name} replicated_with_grad_allreduce"
+            return [_fault(target, group, message, "a linear of which each rank has all features", hint, (producer,))]
+    return []
+
+
+def _rowwise_inside(target: Target, group: Group) -> list[Diagnostic]:
+    """A row-wise linear whose features are not the stream's: the block goes on behind it."""
+    width = stream_width(target.resolved)
     ends = [consumer for consumer in group.of_role("consumer") if not consumer.module.part]
     for consumer in ends if group.is_block and width else ():
         given = consumer.module.info.features[0]
@@ -118,12 +138,6 @@ def _disordered(target: Target, group: Group) -> list[Diagnostic]:
             )
             return [_fault(target, group, message, _ORDER, f"make {consumer.name} colwise", (consumer,))]
     return []
-
-
-def _stream_width(target: Target) -> int | None:
-    """Features of the residual stream, as the embedding gives them."""
-    embedding = target.resolved.by_fqn.get(target.resolved.inventory.embedding or "")
-    return embedding.info.parameters[0].shape[-1] if embedding and embedding.info.parameters else None
 
 
 def _fault(target: Target, group: Group, message: str, expected: str, hint: str, at: tuple[Member, ...]) -> Diagnostic:
