@@ -180,6 +180,35 @@ def resumed(
     return state, train(model, optimizer, scheduler, mesh, range(HALF, STEPS)), numbers, found, messages
 
 
+def widened(kind: str, folder: str) -> list[str]:
+    """What a run in bfloat16 has otherwise when it goes on in float32; a step of that shows whether it can."""
+    states: list[Tensors] = []
+    for dtype, mesh_text in ((torch.bfloat16, "dp=2,tp=2"), (torch.float32, "tp=4")):
+        mesh = parity.build_mesh(mesh_text)
+        model = apply_plan(tiny_models.build("phi3").to(dtype), tiny_models.plan_of("phi3"), mesh)
+        optimizer = make_optimizer(kind, model)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+        if states:
+            load_checkpoint(folder, model, optimizer)
+        else:
+            train(model, optimizer, scheduler, mesh, range(2))
+            save_checkpoint(folder, model, optimizer, step=2)
+        states.append(everything(model, optimizer))
+    train(model, optimizer, scheduler, mesh, range(2, 3))
+    saved, read = states
+    return [
+        f"{name}: {tensor.dtype}"
+        for name, tensor in read.items()
+        if tensor.dtype != torch.float32 or not torch.equal(tensor, saved[name].float())
+    ]
+
+
+def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
+    options = {"momentum": 0.9} if kind == "SGD" else {}
+    made: torch.optim.Optimizer = getattr(torch.optim, kind)(model.parameters(), lr=parity.LR, **options)
+    return made
+
+
 @contextlib.contextmanager
 def logged() -> Iterator[list[str]]:
     messages: list[str] = []

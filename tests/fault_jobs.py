@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR, StepLR
 
 import checkpoint_jobs
 import parity
@@ -22,6 +24,7 @@ import tiny_models
 from shardplan import CheckpointError, apply_plan, load_checkpoint, load_weights, save_checkpoint, save_weights
 from shardplan.checkpoint import folder as folders
 from shardplan.checkpoint import save as saves
+from shardplan.checkpoint import store as stores
 from shardplan.weights import local
 
 NAME, MESH = "llama", "dp=2,tp=2"
@@ -124,16 +127,67 @@ def twice_at_once(target: str) -> list[set[float]]:
     return seen
 
 
-def refused_before_reading(target: str) -> list[tuple[Said, set[float]]]:
-    """Of a checkpoint of ones: for other groups of the optimizer and for a rounding model; and the model's values."""
+def ended_too_early(target: str) -> tuple[Said, list[str]]:
+    """Of a save in the background whose process group goes before it begins to write; and what the log says."""
+    model, go = of_number(1), threading.Event()
+    written = stores._write
+
+    def later(*args: Any) -> None:
+        go.wait()
+        written(*args)
+
+    with checkpoint_jobs.logged() as messages, mock.patch.object(stores, "_write", later):
+        saving = save_checkpoint(target, model, step=1, asynchronous=True)
+        assert saving is not None
+        gone = ValueError("Invalid process group specified")
+        with (
+            mock.patch.object(dist, "all_gather_object", side_effect=gone),
+            mock.patch.object(dist, "is_initialized", return_value=False),
+        ):
+            go.set()
+            told = said(saving.wait)
+    return told, messages
+
+
+def refused_before_reading(target: str) -> tuple[list[Said], set[float]]:
+    """A checkpoint of ones: messages for an optimizer with other groups, one of another class, a scheduler of another
+    class, and a model that would round; and the values that the models have then."""
     model = of_number(1)
-    save_checkpoint(target, model, torch.optim.SGD(model.parameters()), step=1)
+    optimizer = torch.optim.SGD(model.parameters())
+    scheduler = StepLR(optimizer, step_size=1)
+    save_checkpoint(target, model, optimizer, step=1, scheduler=scheduler)
     other, rounding = of_number(2), of_number(2).to(torch.bfloat16)
     parameters = list(other.parameters())
-    groups = [{"params": parameters[:1]}, {"params": parameters[1:]}]
-    told = [said(load_checkpoint, target, other, torch.optim.SGD(groups)), said(load_checkpoint, target, rounding)]
-    values = [{v for t in m.parameters() for v in local(t.detach()).unique().tolist()} for m in (other, rounding)]
-    return list(zip(told, values, strict=True))
+    same = torch.optim.SGD(parameters)
+    told = [
+        said(load_checkpoint, target, other, torch.optim.SGD([{"params": parameters[:1]}, {"params": parameters[1:]}])),
+        said(load_checkpoint, target, other, torch.optim.AdamW(parameters)),
+        said(load_checkpoint, target, other, same, scheduler=ExponentialLR(same, 0.5)),
+        said(load_checkpoint, target, rounding),
+    ]
+    return told, {v for m in (other, rounding) for t in m.parameters() for v in local(t.detach()).unique().tolist()}
+
+
+def not_one_folder(target: str, how: str) -> list[Said]:
+    """Of writing weights and a checkpoint where the last rank has another ``folder``, ``step`` or ``disk``."""
+    model, last = of_number(2), dist.get_rank() == 3
+    folder = f"{target}-other" if how == "folder" and last else target
+    told = []
+    with another_disk(how == "disk" and last):
+        if how != "step":
+            told.append(said(save_weights, model, folder))
+        told.append(said(save_checkpoint, folder, model, step=2 if how == "step" and last else 1))
+    return told
+
+
+@contextmanager
+def another_disk(there: bool) -> Iterator[None]:
+    """A folder of the same name on it, but nothing that others put into theirs."""
+    if not there:
+        yield
+        return
+    with mock.patch.object(Path, "exists", lambda path: not path.parent.name.endswith(".partial") and path.is_dir()):
+        yield
 
 
 @contextmanager

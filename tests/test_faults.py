@@ -206,11 +206,38 @@ def test_a_save_waits_for_the_one_before(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(4, fault_jobs.twice_at_once, str(tmp_path / "run")) == [[{2.0}, {2.0}]] * 4
 
 
+def test_a_save_that_is_cut_off_says_so_though_nobody_waits(pool: Pool, tmp_path: Path) -> None:
+    results = pool.run(4, fault_jobs.ended_too_early, str(tmp_path / "run"))
+    message = agreed([told for told, _ in results])
+    assert message.startswith(f"cannot save the checkpoint {tmp_path / 'run' / 'step-00000001'}: ValueError(")
+    assert message.endswith("; wait() before destroy_process_group()")
+    assert [messages for _, messages in results] == [[message]] * 4
+
+
 def test_what_does_not_fit_is_refused_before_anything_is_read(pool: Pool, tmp_path: Path) -> None:
-    groups, rounding = zip(*pool.run(4, fault_jobs.refused_before_reading, str(tmp_path / "run")), strict=True)
-    assert "the optimizer's groups hold other parameters" in agreed([told for told, _ in groups])
-    assert "model.embed_tokens.weight is torch.float32, not torch.bfloat16" in agreed([told for told, _ in rounding])
-    assert [values for _, values in (*groups, *rounding)] == [{2.0}] * 8
+    told, values = zip(*pool.run(4, fault_jobs.refused_before_reading, str(tmp_path / "run")), strict=True)
+    groups, optimizer, scheduler, rounding = (agreed(list(messages)) for messages in zip(*told, strict=True))
+    assert "the optimizer's groups hold other parameters" in groups
+    assert optimizer.endswith("it holds the state of SGD, and the optimizer is AdamW")
+    assert scheduler.endswith("it holds the state of StepLR, and the scheduler is ExponentialLR")
+    assert "model.embed_tokens.weight is torch.float32, not torch.bfloat16" in rounding
+    assert list(values) == [{2.0}] * 4
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("folder", "ranks were given different folders"),
+        ("step", "ranks were given different folders"),
+        ("disk", "is not the first rank's: all ranks must see one file system"),
+    ],
+)
+def test_ranks_that_do_not_write_to_one_folder(pool: Pool, tmp_path: Path, how: str, message: str) -> None:
+    for told in zip(*pool.run(4, fault_jobs.not_one_folder, str(tmp_path / "out"), how), strict=True):
+        said = {words for words, _ in told}
+        assert len(said) == 1
+        assert message in next(iter(said))
+    assert list(tmp_path.rglob("*")) == ([tmp_path / "out"] if how == "disk" else [])
 
 
 def test_one_file_counts_where_an_index_is_left_of_several(tmp_path: Path) -> None:

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shardplan.checkpoint.lazy import Box, LazyTensor, Source, lazy
-from shardplan.checkpoint.together import CheckpointError
+from shardplan.checkpoint.together import CheckpointError, Ranks
 
 LOG = logging.getLogger("shardplan")
 INDEX = "model.safetensors.index.json"
@@ -130,6 +131,38 @@ def begin(partial: Path) -> None:
         except OSError as error:
             raise CheckpointError(f"{partial} is left of an earlier save and cannot be removed: {error}") from error
     partial.mkdir(parents=True)
+
+
+def begin_on_all(partial: Path, ranks: Ranks, doing: str) -> None:
+    """`begin`, by the first rank for all of them: one folder, which all of them see.
+
+    Raises:
+        CheckpointError: on every rank: it cannot be made, or some rank is on another file system.
+    """
+    ranks.require_same(str(partial), doing, "ranks were given different folders")
+    with ranks.together(doing):
+        if ranks.first:
+            begin(partial)
+    try:
+        _require_one(partial, ranks, doing)
+    except CheckpointError:
+        if ranks.first:
+            discard(partial)
+        raise
+
+
+def _require_one(folder: Path, ranks: Ranks, doing: str) -> None:
+    # By a file that nobody has thought of before: an earlier save may have left such a folder on another disk.
+    name = next(name for name in ranks.gather(uuid4().hex if ranks.first else "", doing) if name)
+    with ranks.together(doing):
+        if ranks.first:
+            (folder / name).touch()
+    with ranks.together(doing):
+        if not (folder / name).exists():
+            raise CheckpointError(f"{folder} is not the first rank's: all ranks must see one file system")
+    with ranks.together(doing):
+        if ranks.first:
+            (folder / name).unlink()
 
 
 def put_in_place(partial: Path, folder: Path, *, keep_others: bool = False) -> None:

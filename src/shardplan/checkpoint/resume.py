@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -21,9 +20,10 @@ from shardplan.checkpoint.load import refuse
 from shardplan.checkpoint.marker import MARKER, PREFIX, Marker, PlanRecord, read_marker
 from shardplan.checkpoint.memory import materialise
 from shardplan.checkpoint.pieces import Pieces
-from shardplan.checkpoint.state import Blank, HasState, Trained, model_state, restore_random_state
+from shardplan.checkpoint.state import Blank, HasState, Trained, model_state, require_kind, restore_random_state
 from shardplan.checkpoint.together import CheckpointError, Ranks
 from shardplan.checkpoint.unsharded import Unsharded
+from shardplan.compiled import CompiledPlan
 
 LOG = logging.getLogger("shardplan")
 # The second where a process was killed on a file system that cannot exchange: see `put_in_place`.
@@ -39,7 +39,7 @@ class Resumed:
         step: that it was saved at.
         saved_mesh: that it was saved on.
         plan_changes: what the plan lays out or does otherwise than the one it was saved under; empty for the same.
-        random_state: whether each rank has its random state again, which it has on as many ranks as there were.
+        random_state: whether each rank has its random state again, which it has on the same mesh only.
     """
 
     folder: Path
@@ -95,40 +95,44 @@ def load_checkpoint(
         found.require("optimizer" if trained else None, "scheduler" if scheduler is not None else None)
         _require_same_tensors(model_state(model), found.metadata)
         computed = computed_buffers(model, applied, Unsharded(model, applied))
-    if len(set(ranks.gather(str(found.folder), doing))) > 1:
-        raise CheckpointError(f"{doing}: ranks found different ones: all must see one file system")
+    ranks.require_same(str(found.folder), doing, "ranks found different ones, but all must see one file system")
     group = ranks.groups[0] if ranks.groups else None
+    saved: dict[str, Any] = {}  # objects, which are looked at before anything is touched
     if trained is not None:
-        with ranks.together(doing):  # before anything is touched
-            saved: dict[str, Any] = {"optimizer": {"groups": (), "kind": ()}}
-            load(saved, checkpoint_id=found.folder, process_group=group, no_dist=group is None)
-            (groups,), (kind,) = saved["optimizer"]["groups"], saved["optimizer"]["kind"]
-            trained.require_alike(kind, groups)
-    same_ranks = found.marker.world_size == (dist.get_world_size() if ranks.groups else 1)
+        saved["optimizer"] = {"groups": (), "kind": ()}
+    if scheduler is not None:
+        saved["scheduler"] = {"state": (), "kind": ()}
+    with ranks.together(doing):
+        load(saved, checkpoint_id=found.folder, process_group=group, no_dist=group is None)
+        for what, owner in (("optimizer", optimizer), ("scheduler", scheduler)):
+            if owner is not None:
+                require_kind(saved[what]["kind"][0], owner, what)
+        if trained is not None:
+            trained.require_alike(saved["optimizer"]["groups"][0])
+    # On another mesh a rank has another place, and ranks of one tp group would draw apart.
+    same_mesh = found.marker.mesh == str(applied.compiled.mesh) and found.marker.world_size == ranks.size
     with ranks.together(doing):
         materialise(model, applied)
         fill_buffers(model, applied, computed)
         state: dict[str, Any] = {"model": model_state(model)}
-        if same_ranks:
+        if same_mesh:
             state["random"] = {str(ranks.rank): ()}
         if trained is not None:
             state["optimizer"] = {"state": _pieces_of(blank)}
-        if scheduler is not None:
-            state["scheduler"] = ()
     with ranks.together(doing):
         load(state, checkpoint_id=found.folder, process_group=group, no_dist=group is None)
     with ranks.together(doing):
         if trained is not None:
-            trained.restore_groups(groups)
+            trained.restore_groups(saved["optimizer"]["groups"][0])
             trained.restore(_filled(blank, state["optimizer"]["state"]))
         if scheduler is not None:
-            scheduler.load_state_dict(state["scheduler"][0])
-        if same_ranks:
+            scheduler.load_state_dict(saved["scheduler"]["state"][0])
+        if same_mesh:
             restore_random_state(state["random"][str(ranks.rank)][0])
     changes = found.marker.plan.changes(PlanRecord.of(applied.compiled))
     if ranks.first:
-        _say(found, applied.compiled.name, changes, same_ranks=same_ranks)
-    return Resumed(found.folder, found.marker.step, found.marker.mesh, changes, same_ranks)
+        _say(found, applied.compiled, changes, same_mesh=same_mesh)
+    return Resumed(found.folder, found.marker.step, found.marker.mesh, changes, same_mesh)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,12 +207,15 @@ def _filled(blank: dict[str, dict[str, Any]], read: dict[str, dict[str, Any]]) -
     }
 
 
-def _say(found: _Found, plan: str, changes: tuple[str, ...], *, same_ranks: bool) -> None:
+def _say(found: _Found, compiled: CompiledPlan, changes: tuple[str, ...], *, same_mesh: bool) -> None:
     source, marker = found.folder, found.marker
     if changes:
         LOG.warning(
             "%s was saved under plan '%s' and goes on under plan '%s', which is another: %s",
-            source, marker.plan.name, plan, "; ".join(changes),
+            source, marker.plan.name, compiled.name, "; ".join(changes),
         )  # fmt: skip
-    if not same_ranks:
-        LOG.warning("%s was saved on %d ranks: their random states are not those of now", source, marker.world_size)
+    if not same_mesh:
+        LOG.warning(
+            "%s was saved on %s (%d ranks) and goes on on %s: no rank has the random state that it had",
+            source, marker.mesh, marker.world_size, compiled.mesh,
+        )  # fmt: skip

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardplan.apply import required_of
-from shardplan.checkpoint.folder import INDEX, ONE_FILE, begin, beside, discard, put_in_place
+from shardplan.checkpoint.folder import INDEX, ONE_FILE, begin_on_all, beside, discard, put_in_place
 from shardplan.checkpoint.lazy import Box, LazyTensor, Source, lazy, whole
 from shardplan.checkpoint.progress import tracked
 from shardplan.checkpoint.together import CheckpointError, LostRankError, Ranks, is_loss
@@ -55,11 +55,7 @@ def save_weights(model: nn.Module, folder: str | Path, *, max_shard_bytes: int =
             tensors = unsharded.to_checkpoint(dict(_to_save(model, unsharded)))
             files = _files({name: tensor.nbytes for name, tensor in tensors.items()}, max_shard_bytes)
             _require_folder(folder)
-            if ranks.first:
-                begin(partial)
-        with ranks.together(doing):
-            if not partial.is_dir():
-                raise CheckpointError(f"{partial} is not there: all ranks must see one file system")
+        begin_on_all(partial, ranks, doing)
         writing = tracked(list(files.items()), f"saving {folder.name}", shown=ranks.first)
         for number, (file, names) in enumerate(writing):
             writes = numbers[number % len(numbers)] == ranks.rank

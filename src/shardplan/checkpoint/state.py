@@ -36,6 +36,20 @@ def copied_to_host(values: Tensor) -> Tensor:
     return values.detach().to("cpu", copy=True)
 
 
+def kind_of(owner: object) -> str:
+    """The class of an optimizer or a scheduler: its state means nothing to another one."""
+    return type(owner).__qualname__
+
+
+def require_kind(saved: str, owner: object, what: str) -> None:
+    """
+    Raises:
+        CheckpointError: the state that was saved is that of another class.
+    """
+    if saved != kind_of(owner):
+        raise CheckpointError(f"it holds the state of {saved}, and the {what} is {kind_of(owner)}")
+
+
 def model_state(model: nn.Module, values: Values = itself) -> dict[str, Pieces]:
     """Parameters and persistent buffers by name, tied ones once; this rank's pieces of them."""
     kept = (tied[0] for tied in by_identity(stored_tensors(model)))
@@ -83,7 +97,7 @@ class Trained:
             group_of[tied[0].name] = next(group for group in groups if group is not None)
         if group_of_part:
             raise CheckpointError(
-                f"the optimizer has {len(group_of_part)} parameters that are not the model's: "
+                f"{len(group_of_part)} of the optimizer's parameters are not the model's: "
                 "make it after apply_plan, and after load_weights where the model was on the meta device"
             )
         return cls(optimizer, stored, group_of)
@@ -125,18 +139,11 @@ class Trained:
             for number, part in enumerate(self.stored[name].parts):
                 self.optimizer.state[part] = {key: _for_part(value, number) for key, value in values.items()}
 
-    @property
-    def kind(self) -> str:
-        """What of optimizer it is: its state means nothing to another."""
-        return type(self.optimizer).__qualname__
-
-    def require_alike(self, kind: str, saved: list[dict[str, Any]]) -> None:
+    def require_alike(self, saved: list[dict[str, Any]]) -> None:
         """
         Raises:
-            CheckpointError: the optimizer is of another kind, or its groups are of other parameters.
+            CheckpointError: the optimizer's groups are of other parameters.
         """
-        if kind != self.kind:
-            raise CheckpointError(f"it holds the state of {kind}, and the optimizer is {self.kind}")
         if [set(group["params"]) for group in saved] != [set(self._names(n)) for n in range(len(self.groups()))]:
             raise CheckpointError("the optimizer's groups hold other parameters than those of the checkpoint")
 
@@ -156,21 +163,27 @@ class Trained:
             CheckpointError: it is that of other parameters.
         """
         saved: dict[str, dict[str, Any]] = {}
+        weights: dict[str, torch.dtype] = {}
         for flat, path in (metadata.planner_data or {}).items():
+            about = metadata.state_dict_metadata[flat]
             if path[:2] == ("optimizer", "state"):
-                saved.setdefault(path[2], {})[path[3]] = metadata.state_dict_metadata[flat]
+                saved.setdefault(path[2], {})[path[3]] = about
+            elif path[0] == "model" and isinstance(about, TensorStorageMetadata):
+                weights[path[1]] = about.properties.dtype
         if unknown := sorted(saved.keys() - self.stored.keys()):
             raise CheckpointError(f"it has optimizer state of what the optimizer does not train: {', '.join(unknown)}")
         return {
-            name: {key: self._blank_of(self.stored[name], key, about) for key, about in keys.items()}
+            name: {key: self._blank_of(self.stored[name], key, about, weights.get(name)) for key, about in keys.items()}
             for name, keys in saved.items()
         }
 
-    def _blank_of(self, entry: Stored, key: str, about: Any) -> Any:
+    def _blank_of(self, entry: Stored, key: str, about: Any, weight: torch.dtype | None) -> Any:
+        """``weight``: the dtype that the parameter was saved in; state in that dtype follows the parameter's."""
         if not isinstance(about, TensorStorageMetadata):
             return ()
         dtype = about.properties.dtype
         if about.size == torch.Size(entry.shape):
+            dtype = entry.parts[0].dtype if dtype == weight else dtype
             return Blank(entry, tuple(torch.zeros_like(part, dtype=dtype, requires_grad=False) for part in entry.parts))
         group = self.optimizer.param_groups[self.group_of[entry.name]]
         # As torch 2.13's own Optimizer.load_state_dict has it: a step counter lies where its kernel wants it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import threading
 from operator import index
 from pathlib import Path
@@ -18,10 +19,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from shardplan.apply import required_of
-from shardplan.checkpoint.folder import begin, beside, discard, put_in_place
+from shardplan.checkpoint.folder import begin_on_all, beside, discard, put_in_place
 from shardplan.checkpoint.marker import MARKER, PREFIX, Marker, PlanRecord, files_of
-from shardplan.checkpoint.state import HasState, Trained, copied_to_host, itself, model_state, random_state
+from shardplan.checkpoint.state import HasState, Trained, copied_to_host, itself, kind_of, model_state, random_state
 from shardplan.checkpoint.together import CheckpointError, Ranks
+
+LOG = logging.getLogger("shardplan")
 
 
 class Saving:
@@ -31,7 +34,7 @@ class Saving:
 
     def __init__(self, folder: Path, write: Any, group: dist.ProcessGroup | None) -> None:
         self.folder = folder
-        self._error: BaseException | None = None
+        self._error: CheckpointError | None = None
         self._write = write
         self._group = group
         self._thread = threading.Thread(target=self._run, name=f"saving {folder.name}")
@@ -43,6 +46,11 @@ class Saving:
             self._write()
         except CheckpointError as error:
             self._error = error
+        except Exception as error:  # noqa: BLE001 - `wait` raises it
+            ended = "" if dist.is_initialized() or self._group is None else "; wait() before destroy_process_group()"
+            self._error = CheckpointError(f"cannot save the checkpoint {self.folder}: {error!r}{ended}")
+        if self._error is not None:  # nobody may ask, and the process end as if all were well
+            LOG.error("%s", self._error)
 
     @classmethod
     def end_of_last(cls) -> None:
@@ -69,7 +77,7 @@ class Saving:
         self._thread.join()
         if Saving._last is self:
             Saving._last = None
-        if self._group is not None:
+        if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
             self._group = None
         if self._error is not None:
@@ -118,11 +126,8 @@ def save_checkpoint(
         if target.exists() and not (target / MARKER).is_file():
             raise CheckpointError("something else is there, which is not replaced")
         state = _state(model, optimizer, scheduler, ranks.rank, values)
-    with ranks.together(doing):
-        if ranks.first:
-            begin(partial)
-    mesh, size = str(applied.compiled.mesh), len(ranks.gather(None, doing))
-    marker = Marker(step, mesh, size, PlanRecord.of(applied.compiled), {})
+    begin_on_all(partial, ranks, doing)
+    marker = Marker(step, str(applied.compiled.mesh), ranks.size, PlanRecord.of(applied.compiled), {})
     if not asynchronous:
         _write(state, marker, target, ranks)
         return None
@@ -145,9 +150,13 @@ def _state(
     state: dict[str, Any] = {"model": model_state(model, values), "random": {str(rank): (random_state(),)}}
     if optimizer is not None:
         trained = Trained.of(model, optimizer)
-        state["optimizer"] = {"state": trained.state(values), "groups": (trained.groups(),), "kind": (trained.kind,)}
+        state["optimizer"] = {
+            "state": trained.state(values),
+            "groups": (trained.groups(),),
+            "kind": (kind_of(optimizer),),
+        }
     if scheduler is not None:
-        state["scheduler"] = (copy.deepcopy(scheduler.state_dict()),)
+        state["scheduler"] = {"state": (copy.deepcopy(scheduler.state_dict()),), "kind": (kind_of(scheduler),)}
     return state
 
 

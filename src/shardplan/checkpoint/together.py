@@ -83,6 +83,21 @@ class Ranks:
             numbered = [pair for pairs in of_all for pair in pairs]
         return [value for _, value in sorted(numbered, key=lambda pair: pair[0])]
 
+    def require_same(self, value: str, doing: str, problem: str) -> None:
+        """
+        Args:
+            value: what has to be the same on every rank.
+            doing: as for `together`; the first rank's counts.
+            problem: what is wrong where it is not.
+
+        Raises:
+            CheckpointError: on every rank, with all values and the ranks that have them.
+        """
+        values = self.gather((self.rank, value), doing)
+        first, *_ = self.gather(doing, doing)
+        if len({value for _, value in values}) > 1:
+            raise CheckpointError(f"{first}: {problem}: {_by_words(values)}")
+
     def together(self, doing: str) -> Together:
         """A context that a rank leaves without an error only where all of them do; no collective may stand inside.
 
