@@ -100,6 +100,37 @@ def into(target: str, what: str, limited: bool = False, user: int | None = None)
         return said(save_and_wait, target, model, asynchronous=what == "background")
 
 
+def numbers_in(target: str) -> set[float]:
+    """The values of all parameters in the latest checkpoint."""
+    model = of_number(4)
+    load_checkpoint(target, model)
+    return {value for tensor in model.parameters() for value in local(tensor.detach()).unique().tolist()}
+
+
+def with_a_scheduler_for_each_rank(target: str) -> Said:
+    model = of_number(2)
+    scheduler = StepLR(torch.optim.SGD(model.parameters()), step_size=dist.get_rank() + 1)
+    return said(save_checkpoint, target, model, step=1, scheduler=scheduler)
+
+
+def both_at_once(target: str) -> bool:
+    """Whether a checkpoint that is written below a folder of weights is there after these were replaced."""
+    model = of_number(2)
+    save_weights(model, target)
+    written = stores._write
+
+    def later(*args: Any) -> None:
+        time.sleep(0.5)
+        written(*args)
+
+    with mock.patch.object(stores, "_write", later):
+        saving = save_checkpoint(f"{target}/run", model, step=1, asynchronous=True)
+        save_weights(model, target)
+    assert saving is not None
+    saving.wait()
+    return (Path(target) / "run/step-00000001/shardplan.json").is_file()
+
+
 def into_a_mount_point(target: str) -> Said:
     model = of_number(2)
     with mock.patch("os.path.ismount", lambda path: str(path) == target):
@@ -149,22 +180,30 @@ def ended_too_early(target: str) -> tuple[Said, list[str]]:
     return told, messages
 
 
-def refused_before_reading(target: str) -> tuple[list[Said], set[float]]:
-    """A checkpoint of ones: messages for an optimizer with other groups, one of another class, a scheduler of another
-    class, and a model that would round; and the values that the models have then."""
+def refused_before_reading(target: str) -> tuple[dict[str, Said], set[float]]:
+    """Checkpoints of ones: messages for what does not fit to them, and the values that the models have then."""
     model = of_number(1)
-    optimizer = torch.optim.SGD(model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     scheduler = StepLR(optimizer, step_size=1)
-    save_checkpoint(target, model, optimizer, step=1, scheduler=scheduler)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    save_checkpoint(target, model, step=1)
+    save_checkpoint(f"{target}-half", model.to(torch.float16), step=1)
+    save_checkpoint(target, model, optimizer, step=2, scheduler=scheduler)
     other, rounding = of_number(2), of_number(2).to(torch.bfloat16)
     parameters = list(other.parameters())
-    same = torch.optim.SGD(parameters)
-    told = [
-        said(load_checkpoint, target, other, torch.optim.SGD([{"params": parameters[:1]}, {"params": parameters[1:]}])),
-        said(load_checkpoint, target, other, torch.optim.AdamW(parameters)),
-        said(load_checkpoint, target, other, same, scheduler=ExponentialLR(same, 0.5)),
-        said(load_checkpoint, target, rounding),
-    ]
+    same, some = torch.optim.SGD(parameters), torch.optim.SGD(parameters[1:])
+    groups = torch.optim.SGD([{"params": parameters[:1]}, {"params": parameters[1:]}])
+    told = {
+        "groups": said(load_checkpoint, target, other, groups),
+        "optimizer": said(load_checkpoint, target, other, torch.optim.AdamW(parameters)),
+        "scheduler": said(load_checkpoint, target, other, same, scheduler=ExponentialLR(same, 0.5)),
+        "fewer": said(load_checkpoint, target, other, some),
+        "without": said(load_checkpoint, f"{target}/step-00000001", other, same, scheduler=scheduler),
+        "half": said(load_checkpoint, f"{target}-half", rounding),
+        "rank": said(load_checkpoint, target if dist.get_rank() else f"{target}/step-00000001", other),
+    }
     return told, {v for m in (other, rounding) for t in m.parameters() for v in local(t.detach()).unique().tolist()}
 
 
@@ -246,5 +285,8 @@ def kill_at(moment: str) -> Iterator[None]:
             original(*args, **kwargs)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    with mock.patch.object(owner, name, fatal), mock.patch.object(torch, "save", fatal):
+    with (
+        mock.patch.object(owner, name, fatal),
+        mock.patch.object(torch, "save", fatal if moment == "file" else torch.save),
+    ):
         yield

@@ -216,12 +216,36 @@ def test_a_save_that_is_cut_off_says_so_though_nobody_waits(pool: Pool, tmp_path
 
 def test_what_does_not_fit_is_refused_before_anything_is_read(pool: Pool, tmp_path: Path) -> None:
     told, values = zip(*pool.run(4, fault_jobs.refused_before_reading, str(tmp_path / "run")), strict=True)
-    groups, optimizer, scheduler, rounding = (agreed(list(messages)) for messages in zip(*told, strict=True))
-    assert "the optimizer's groups hold other parameters" in groups
-    assert optimizer.endswith("it holds the state of SGD, and the optimizer is AdamW")
-    assert scheduler.endswith("it holds the state of StepLR, and the scheduler is ExponentialLR")
-    assert "model.embed_tokens.weight is torch.float32, not torch.bfloat16" in rounding
+    said = {what: agreed([messages[what] for messages in told]) for what in told[0]}
+    assert "the optimizer's groups hold other parameters" in said["groups"]
+    assert said["optimizer"].endswith("it holds the state of SGD, and the optimizer is AdamW")
+    assert said["scheduler"].endswith("it holds the state of StepLR, and the scheduler is ExponentialLR")
+    assert said["fewer"].endswith(
+        "it has optimizer state of what the optimizer does not train: model.embed_tokens.weight"
+    )
+    assert said["without"].endswith("step-00000001 was saved without optimizer and scheduler")
+    assert "model.embed_tokens.weight is torch.float16, not torch.bfloat16" in said["half"]
+    assert "ranks found different ones, but all must see one file system" in said["rank"]
     assert list(values) == [{2.0}] * 4
+
+
+def test_a_scheduler_of_each_ranks_own_is_refused(pool: Pool, tmp_path: Path) -> None:
+    """One state is saved for all."""
+    message = agreed(pool.run(4, fault_jobs.with_a_scheduler_for_each_rank, str(tmp_path / "run")))
+    assert "the scheduler's state differs between ranks" in message
+    assert list(tmp_path.rglob("*")) == []
+
+
+def test_something_else_in_the_place_of_a_checkpoint_is_kept(pool: Pool, tmp_path: Path) -> None:
+    mine = tmp_path / "run/step-00000009/mine"
+    mine.mkdir(parents=True)
+    message = agreed(pool.run(4, fault_jobs.into, str(tmp_path / "run"), "checkpoint"))
+    assert message.endswith("something else is there, which is not replaced")
+    assert mine.is_dir()
+
+
+def test_weights_wait_for_a_checkpoint_below_their_folder(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(4, fault_jobs.both_at_once, str(tmp_path / "out")) == [True] * 4
 
 
 @pytest.mark.parametrize(
@@ -291,6 +315,18 @@ def test_a_process_that_is_killed_while_it_saves(pool: Pool, tmp_path: Path, wha
         pool.run(4, fault_jobs.written, str(target), 1, (9,))
         assert (target / "step-00000009/shardplan.json").is_file()
     assert [path.name for path in target.parent.iterdir() if "partial" in path.name] == []
+
+
+@pytest.mark.parametrize(("moment", "number"), [("before", 1.0), ("after", 2.0)])
+def test_a_process_that_is_killed_while_it_replaces_a_checkpoint(
+    pool: Pool, tmp_path: Path, moment: str, number: float
+) -> None:
+    target, messages = tmp_path / "run", tmp_path / "messages"
+    messages.mkdir()
+    pool.run(4, fault_jobs.written, str(target), 1, (9,))
+    with pytest.raises(PoolError, match="died with exit code -9"):
+        pool.run(4, fault_jobs.killed, str(target), "checkpoint", moment, str(messages))
+    assert pool.run(4, fault_jobs.numbers_in, str(target)) == [{number}] * 4
 
 
 def numbers_in(folder: Path) -> set[float]:

@@ -147,7 +147,7 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Parameter, nn.Parameter]
 
 def test_an_optimizer_of_another_model_is_refused(packed: tuple[nn.Parameter, nn.Parameter]) -> None:
     optimizer = torch.optim.SGD([*packed, nn.Parameter(torch.zeros(2))])
-    with pytest.raises(CheckpointError, match="the optimizer has 1 parameters that are not the model's"):
+    with pytest.raises(CheckpointError, match="1 of the optimizer's parameters are not the model's"):
         Trained.of(nn.Module(), optimizer)
 
 

@@ -40,6 +40,7 @@ class PlanRecord:
         settings = {
             "styles": f"{fingerprint([(module.fqn, module.style) for module in compiled.modules]):x}",
             "units": f"{fingerprint((compiled.units, compiled.root_reshard)):x}",
+            "sequence parallel": str(compiled.sequence_parallel),
             "recompute": f"{fingerprint(compiled.recompute):x}",
             "mixed precision": str(compiled.mixed_precision),
             "offload": str(compiled.cpu_offload),

@@ -18,6 +18,7 @@ from shardplan.apply import required_of
 from shardplan.checkpoint.folder import INDEX, ONE_FILE, begin_on_all, beside, discard, put_in_place
 from shardplan.checkpoint.lazy import Box, LazyTensor, Source, lazy, whole
 from shardplan.checkpoint.progress import tracked
+from shardplan.checkpoint.store import Saving
 from shardplan.checkpoint.together import CheckpointError, LostRankError, Ranks, is_loss
 from shardplan.checkpoint.unsharded import Unsharded
 from shardplan.weights import by_identity, stored_tensors
@@ -48,6 +49,7 @@ def save_weights(model: nn.Module, folder: str | Path, *, max_shard_bytes: int =
     applied = required_of(model)
     ranks, folder = Ranks.of(model), Path(folder).resolve()
     partial, doing = beside(folder), f"cannot save weights to {folder}"
+    Saving.end_of_last()  # which may be writing below the folder that is exchanged
     numbers = ranks.gather(ranks.rank, doing)
     try:
         with ranks.together(doing):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import pickle
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from shardplan.checkpoint.boxes import boxes
 from shardplan.checkpoint.pieces import Pieces
-from shardplan.checkpoint.together import CheckpointError
+from shardplan.checkpoint.together import CheckpointError, Ranks
 from shardplan.weights import Stored, by_identity, local, stored_tensors
 
 Values = Callable[[Tensor], Tensor]  # what is saved of a rank's values: themselves, or a copy that stays as it is
@@ -34,6 +36,17 @@ def itself(values: Tensor) -> Tensor:
 
 def copied_to_host(values: Tensor) -> Tensor:
     return values.detach().to("cpu", copy=True)
+
+
+def require_same_state(state: dict[str, Any], ranks: Ranks, doing: str) -> None:
+    """
+    Raises:
+        CheckpointError: on every rank: a scheduler's state is not the same on all of them. It is saved once.
+    """
+    written = hashlib.sha256(pickle.dumps(state)).hexdigest()[:8]
+    ranks.require_same(
+        written, doing, "the scheduler's state differs between ranks, and one of them would be saved for all (hashes)"
+    )
 
 
 def kind_of(owner: object) -> str:

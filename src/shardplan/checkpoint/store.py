@@ -21,7 +21,16 @@ from torch.futures import Future
 from shardplan.apply import required_of
 from shardplan.checkpoint.folder import begin_on_all, beside, discard, put_in_place
 from shardplan.checkpoint.marker import MARKER, PREFIX, Marker, PlanRecord, files_of
-from shardplan.checkpoint.state import HasState, Trained, copied_to_host, itself, kind_of, model_state, random_state
+from shardplan.checkpoint.state import (
+    HasState,
+    Trained,
+    copied_to_host,
+    itself,
+    kind_of,
+    model_state,
+    random_state,
+    require_same_state,
+)
 from shardplan.checkpoint.together import CheckpointError, Ranks
 
 LOG = logging.getLogger("shardplan")
@@ -105,7 +114,7 @@ def save_checkpoint(
         model: a model that `apply_plan` has sharded. Every rank of the world calls.
         optimizer: over parameters of ``model``; state must be of a parameter's shape or one number.
         step: a number for this checkpoint, from 0 on; one of the same number is replaced.
-        scheduler: or anything else with ``state_dict()`` and ``load_state_dict()``.
+        scheduler: or anything else with ``state_dict()`` and ``load_state_dict()``, the same on every rank.
         asynchronous: return as soon as a copy of this rank's part is in the host's memory, and write in the background,
             on a gloo group of its own.
 
@@ -126,6 +135,8 @@ def save_checkpoint(
         if target.exists() and not (target / MARKER).is_file():
             raise CheckpointError("something else is there, which is not replaced")
         state = _state(model, optimizer, scheduler, ranks.rank, values)
+    if scheduler is not None:
+        require_same_state(state["scheduler"]["state"][0], ranks, doing)
     begin_on_all(partial, ranks, doing)
     marker = Marker(step, str(applied.compiled.mesh), ranks.size, PlanRecord.of(applied.compiled), {})
     if not asynchronous:
