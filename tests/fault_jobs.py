@@ -113,22 +113,26 @@ def with_a_scheduler_for_each_rank(target: str) -> Said:
     return said(save_checkpoint, target, model, step=1, scheduler=scheduler)
 
 
-def both_at_once(target: str) -> bool:
-    """Whether a checkpoint that is written below a folder of weights is there after these were replaced."""
-    model = of_number(2)
-    save_weights(model, target)
-    written = stores._write
+def both_at_once(target: str) -> list[str]:
+    """What comes first: the end of a slow save in the background, or the beginning of weights around it."""
+    model, order = of_number(2), []
+    write, begin = stores._write, saves.begin_on_all
 
     def later(*args: Any) -> None:
         time.sleep(0.5)
-        written(*args)
+        write(*args)
+        order.append("checkpoint")
 
-    with mock.patch.object(stores, "_write", later):
+    def begun(*args: Any) -> None:
+        order.append("weights")
+        begin(*args)
+
+    with mock.patch.object(stores, "_write", later), mock.patch.object(saves, "begin_on_all", begun):
         saving = save_checkpoint(f"{target}/run", model, step=1, asynchronous=True)
         save_weights(model, target)
     assert saving is not None
     saving.wait()
-    return (Path(target) / "run/step-00000001/shardplan.json").is_file()
+    return order
 
 
 def into_a_mount_point(target: str) -> Said:

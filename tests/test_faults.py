@@ -245,7 +245,8 @@ def test_something_else_in_the_place_of_a_checkpoint_is_kept(pool: Pool, tmp_pat
 
 
 def test_weights_wait_for_a_checkpoint_below_their_folder(pool: Pool, tmp_path: Path) -> None:
-    assert pool.run(4, fault_jobs.both_at_once, str(tmp_path / "out")) == [True] * 4
+    assert pool.run(4, fault_jobs.both_at_once, str(tmp_path / "out")) == [["checkpoint", "weights"]] * 4
+    assert (tmp_path / "out/run/step-00000001/shardplan.json").is_file()
 
 
 @pytest.mark.parametrize(
