@@ -38,12 +38,12 @@ from shardplan.verify.prove import make_subject, prove
 from shardplan.verify.ranks import LocalRanks, Ranks
 
 REAL = {  # what the checks look at: together they have every kind of module that the plan speaks of
-    "llama": ("llama-3.1-8b",),
-    "qwen2": ("qwen3-8b",),
-    "gemma3": ("gemma-3-4b",),
-    "phi3": ("phi-4",),
-    "gpt2": ("gpt2",),
-    "nemotron_h": ("nemotron-nano-9b-v2", "real_models:nemotron_h_with_latent_experts"),
+    "llama": ("real_models:llama",),
+    "qwen2": ("real_models:qwen2",),
+    "gemma3": ("real_models:gemma3",),
+    "phi3": ("real_models:phi3",),
+    "gpt2": ("real_models:gpt2",),
+    "nemotron_h": ("real_models:nemotron_h", "real_models:nemotron_h_with_latent_experts"),
 }
 REAL_MESHES = {"phi3": "dp=2,tp=2"}  # Phi-4 has 10 KV heads
 REAL_MESH = "dp=2,tp=4"
