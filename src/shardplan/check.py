@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from shardplan.checks.architectures import check_architectures
+from shardplan.checks.claims import check_claims, check_rule_ties
+from shardplan.checks.dead import check_dead_rules, check_styles
 from shardplan.checks.gradients import check_gradients, check_ties
 from shardplan.checks.idle import check_idle_rules, check_ignored_edges, check_towers, check_whole
 from shardplan.checks.kinds import check_kinds, check_parameters, check_token_mixers, check_unknown_parameters
 from shardplan.checks.layouts import check_conversions, check_groups, check_places, check_repeats
-from shardplan.checks.matching import (
-    check_architectures,
-    check_claims,
-    check_dead_rules,
-    check_known_wrong,
-    check_rule_ties,
-    check_styles,
-)
 from shardplan.checks.members import check_members
 from shardplan.checks.options import check_dropout, check_options, check_reduce_dtype
 from shardplan.checks.packed import check_dim, check_local_sizes, check_packed, check_packing, check_sections
@@ -30,6 +25,7 @@ from shardplan.checks.side import (
 from shardplan.checks.sizes import check_dims, check_head_counts, check_heads, check_shared_heads
 from shardplan.checks.stream import check_stream
 from shardplan.checks.target import Target
+from shardplan.checks.transformers import check_known_wrong, check_left_by_transformers, check_unmatched
 from shardplan.checks.units import check_units
 from shardplan.diagnostics import Diagnostic
 
@@ -39,6 +35,8 @@ CHECKS: tuple[Check, ...] = (
     check_known_wrong,
     check_styles,
     check_dead_rules,
+    check_left_by_transformers,
+    check_unmatched,
     check_rule_ties,
     check_claims,
     check_kinds,
