@@ -12,6 +12,7 @@ import parity
 import tiny_models
 import tolerances
 from parity import Batch
+from pool import build_mesh
 from shardplan import apply_plan
 from shardplan.inventory import take_inventory
 from shardplan.weights import stored_parameters
@@ -30,7 +31,7 @@ def adapted(name: str, targets: list[str]) -> nn.Module:
 
 def compared(name: str, targets: list[str], mesh_text: str, sequence_parallel: bool) -> list[str]:
     """Violations; the base has no gradients, and every adapter has the reference's."""
-    mesh = parity.build_mesh(mesh_text)
+    mesh = build_mesh(mesh_text)
     reference = adapted(name, targets)
     sharded = apply_plan(adapted(name, targets), tiny_models.plan_of(name), mesh, sequence_parallel=sequence_parallel)
     own_names = {p.fqn: p.identity for p in take_inventory(reference).parameters}

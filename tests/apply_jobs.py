@@ -12,6 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 import parity
 import tiny_models
+from pool import build_mesh
 from shardplan import apply_plan, gathered_logits
 
 IDS = torch.arange(32).view(2, 16) * 7 % tiny_models.VOCABULARY
@@ -21,23 +22,23 @@ def odd_vocabulary(vocabulary: int, tied: bool, mesh: str) -> list[str]:
     """C39: a vocabulary that tp does not divide: bit-equal weights, whole logits, exact gradients."""
     changes = {"vocab_size": vocabulary, "tie_word_embeddings": tied}
     reference = tiny_models.build("llama", **changes)
-    sharded = apply_plan(tiny_models.build("llama", **changes), "llama", parity.build_mesh(mesh))
+    sharded = apply_plan(tiny_models.build("llama", **changes), "llama", build_mesh(mesh))
     faults = [
         f"{name} is not bit-equal"
         for name, parameter in reference.named_parameters()
         if not torch.equal(parity.whole(sharded.get_parameter(name).detach()), parameter.detach())
     ]
-    rows = parity.rows_of(IDS.repeat(2, 1) % vocabulary, parity.build_mesh(mesh))
+    rows = parity.rows_of(IDS.repeat(2, 1) % vocabulary, build_mesh(mesh))
     expected = parity.step(reference, {"input_ids": IDS.repeat(2, 1) % vocabulary}, IDS.repeat(2, 1) % vocabulary)
     actual = parity.step(sharded, {"input_ids": rows}, rows)
     if actual.logits.shape[-1] != vocabulary:
         faults.append(f"logits are {actual.logits.shape[-1]} wide")
-    faults += parity.same_logits(parity.rows_of(expected.logits, parity.build_mesh(mesh)), parity.whole(actual.logits))
+    faults += parity.same_logits(parity.rows_of(expected.logits, build_mesh(mesh)), parity.whole(actual.logits))
     return faults + list(parity.same_gradients(reference, sharded))
 
 
 def embedding_rows(vocabulary: int) -> int:
-    sharded = apply_plan(tiny_models.build("llama", vocab_size=vocabulary), "llama", parity.build_mesh("tp=2"))
+    sharded = apply_plan(tiny_models.build("llama", vocab_size=vocabulary), "llama", build_mesh("tp=2"))
     weight = sharded.get_parameter("model.embed_tokens.weight")
     assert isinstance(weight, DTensor)
     return weight.to_local().shape[0]
@@ -46,7 +47,7 @@ def embedding_rows(vocabulary: int) -> int:
 def padding_row(padding_idx: int) -> list[str]:
     """The embedding's padding row gets no gradient, whichever rank holds it."""
     reference = tiny_models.build("llama", pad_token_id=padding_idx)
-    sharded = apply_plan(tiny_models.build("llama", pad_token_id=padding_idx), "llama", parity.build_mesh("tp=2"))
+    sharded = apply_plan(tiny_models.build("llama", pad_token_id=padding_idx), "llama", build_mesh("tp=2"))
     ids = IDS.clone()
     ids[:, ::3] = padding_idx
     for model in (reference, sharded):
@@ -56,7 +57,7 @@ def padding_row(padding_idx: int) -> list[str]:
 
 def local_rows(mesh: str) -> tuple[int, ...]:
     """The local shape of a weight with 64 rows under FSDP2."""
-    sharded = apply_plan(tiny_models.build("llama"), "llama", parity.build_mesh(mesh))
+    sharded = apply_plan(tiny_models.build("llama"), "llama", build_mesh(mesh))
     weight = sharded.get_parameter("model.layers.0.self_attn.q_proj.weight")
     assert isinstance(weight, DTensor)
     return tuple(weight.to_local().shape)
@@ -65,7 +66,7 @@ def local_rows(mesh: str) -> tuple[int, ...]:
 def from_meta(model_name: str, mesh: str) -> list[str]:
     """A model applied on the meta device and filled afterwards does what one applied with weights does."""
     reference = tiny_models.build(model_name)
-    device_mesh = parity.build_mesh(mesh)
+    device_mesh = build_mesh(mesh)
     sharded = apply_plan(tiny_models.build_meta(model_name), tiny_models.plan_of(model_name), device_mesh)
     sharded.to_empty(device="cpu")
     whole = {name: parameter.detach() for name, parameter in reference.named_parameters()}
@@ -82,9 +83,7 @@ def generated(model_name: str, mesh: str, sequence_parallel: bool) -> tuple[list
     arguments = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     prompt = IDS[:1, :8]
     reference = tiny_models.build(model_name)
-    sharded = apply_plan(
-        tiny_models.build(model_name), "auto", parity.build_mesh(mesh), sequence_parallel=sequence_parallel
-    )
+    sharded = apply_plan(tiny_models.build(model_name), "auto", build_mesh(mesh), sequence_parallel=sequence_parallel)
     with torch.no_grad(), gathered_logits(sharded):
         actual = sharded.generate(prompt, **arguments)  # type: ignore[operator]
     return reference.generate(prompt, **arguments)[0].tolist(), actual[0].tolist()  # type: ignore[operator]
@@ -92,7 +91,7 @@ def generated(model_name: str, mesh: str, sequence_parallel: bool) -> tuple[list
 
 def kinds_of_logits() -> list[str]:
     """Sharded, whole inside `gathered_logits`, sharded again; and whole by the plan."""
-    mesh = parity.build_mesh("tp=2")
+    mesh = build_mesh("tp=2")
     model = apply_plan(tiny_models.build("llama"), "llama", mesh)
     kinds = [type(model(input_ids=IDS).logits).__name__]
     with gathered_logits(model):
@@ -107,7 +106,7 @@ def kinds_of_logits() -> list[str]:
 def hidden_states() -> list[str]:
     """Asked for all hidden states, a sequence-parallel model hands out whole ones, and gradients through them."""
     reference = tiny_models.build("llama")
-    sharded = apply_plan(tiny_models.build("llama"), "llama", parity.build_mesh("tp=2"), sequence_parallel=True)
+    sharded = apply_plan(tiny_models.build("llama"), "llama", build_mesh("tp=2"), sequence_parallel=True)
     faults = []
     outputs = [model(input_ids=IDS, output_hidden_states=True).hidden_states for model in (reference, sharded)]
     for number, (expected, actual) in enumerate(zip(*outputs, strict=True)):
@@ -120,7 +119,7 @@ def hidden_states() -> list[str]:
 def second_reader() -> list[str]:
     """A value head on the final hidden states beside the sharded head: both gradients are right."""
     reference = tiny_models.build("llama")
-    sharded = apply_plan(tiny_models.build("llama"), "llama", parity.build_mesh("tp=2"), sequence_parallel=True)
+    sharded = apply_plan(tiny_models.build("llama"), "llama", build_mesh("tp=2"), sequence_parallel=True)
     for model in (reference, sharded):
         states = model.model(input_ids=IDS).last_hidden_state  # type: ignore[operator,union-attr]
         logits = model.lm_head(states)  # type: ignore[operator]
@@ -131,7 +130,7 @@ def second_reader() -> list[str]:
 def copied_and_differentiated() -> list[str]:
     """Without FSDP2: a deep copy, and `torch.autograd.grad` instead of `backward`, sum gradients too."""
     reference = tiny_models.build("qwen3")
-    original = apply_plan(tiny_models.build("qwen3"), "qwen2", parity.build_mesh("tp=2"), sequence_parallel=True)
+    original = apply_plan(tiny_models.build("qwen3"), "qwen2", build_mesh("tp=2"), sequence_parallel=True)
     sharded = copy.deepcopy(original)
     parity.step(reference, {"input_ids": IDS}, IDS)
     parameters = dict(sharded.named_parameters())
@@ -151,7 +150,7 @@ def partly_frozen(mesh: str, trained: str) -> list[str]:
     for model in (reference, sharded):
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(trained in name)
-    sharded = apply_plan(sharded, "qwen2", parity.build_mesh(mesh), sequence_parallel=True)
+    sharded = apply_plan(sharded, "qwen2", build_mesh(mesh), sequence_parallel=True)
     for model in (reference, sharded):
         parity.step(model, {"input_ids": IDS}, IDS)
     frozen = [n for n, p in sharded.named_parameters() if (p.grad is None) is (trained in n)]
@@ -162,7 +161,7 @@ def largest_logit_difference(positions: str) -> float:
     """C35: sequence parallel; positions absent, given, or restarting as packed sequences have them."""
     inputs, _ = parity.make_inputs(parity.Batch(positions=positions))
     reference = tiny_models.build("llama")
-    sharded = apply_plan(tiny_models.build("llama"), "llama", parity.build_mesh("tp=2"), sequence_parallel=True)
+    sharded = apply_plan(tiny_models.build("llama"), "llama", build_mesh("tp=2"), sequence_parallel=True)
     with torch.no_grad():
         return (reference(**inputs).logits - parity.whole(sharded(**inputs).logits)).abs().max().item()
 
@@ -176,7 +175,7 @@ class Peeking(LlamaMLP):
 
 def read_beside_forward() -> bool:
     """Whether such a method gives this rank's part of what it gives unsharded."""
-    mesh = parity.build_mesh("tp=2")
+    mesh = build_mesh("tp=2")
     model: Any = tiny_models.build("llama")
     mlp = model.model.layers[0].mlp
     mlp.__class__ = Peeking

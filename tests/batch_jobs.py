@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-import parity
+from pool import build_mesh
 from shardplan import data_parallel_rank_and_size, require_same_batch
 
 
 def rank_and_size(mesh: str) -> tuple[int, int]:
-    found = data_parallel_rank_and_size(parity.build_mesh(mesh))
+    found = data_parallel_rank_and_size(build_mesh(mesh))
     dist.barrier()  # a rank that ended its world here would break the mesh of the others
     return found
 
@@ -47,7 +47,7 @@ def complaint(mesh: str, odd_rank: int, other: str) -> str:
     """What a rank hears where one rank holds another batch."""
     mine = OTHERS[other]() if dist.get_rank() == odd_rank else batch()
     try:
-        require_same_batch(mine, parity.build_mesh(mesh))
+        require_same_batch(mine, build_mesh(mesh))
     except ValueError as error:
         return str(error)
     return ""
@@ -55,7 +55,7 @@ def complaint(mesh: str, odd_rank: int, other: str) -> str:
 
 def accepted(mesh: str) -> None:
     """Batches that differ over dp, not over tp; containers of any kind; nothing at all."""
-    device_mesh = parity.build_mesh(mesh)
+    device_mesh = build_mesh(mesh)
     rank, _ = data_parallel_rank_and_size(device_mesh)
     require_same_batch(batch(input_ids=torch.arange(4 + rank)), device_mesh)
     require_same_batch(UserDict(batch(weight=rank)), device_mesh)

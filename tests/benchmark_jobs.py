@@ -17,12 +17,14 @@ sys.path.append(str(Path(__file__).parent / "benchmarks"))
 import contestants
 import speed
 
+from pool import build_mesh
+
 HIDDEN, LENGTH, ROWS = 64, 16, 2
 
 
 def judged(name: str, mesh_text: str, sequence_parallel: bool) -> tuple[list[str], int, int]:
     """Gradients that are not the unsharded model's, and a step's collectives over tp with the bytes put in."""
-    mesh = parity.build_mesh(mesh_text)
+    mesh = build_mesh(mesh_text)
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, contestants.VOCABULARY, (ROWS, LENGTH), generator=generator)
     gradient = torch.randn(ROWS, LENGTH, contestants.VOCABULARY, generator=generator)

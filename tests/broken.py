@@ -14,6 +14,7 @@ import communication
 import hybrid_jobs
 import parity
 import tiny_models
+from pool import build_mesh
 from shardplan import lower
 from shardplan.apply import APPLIED
 from shardplan.compiled import CompiledModule, CompiledSection
@@ -132,7 +133,7 @@ def compare_fused(breakage: str, case: parity.Case, batches: list[parity.Batch])
 def error_of(breakage: str, case: parity.Case) -> str:
     """What a forward raises, on every rank before it sends anything that others would wait for."""
     with BREAKAGES[breakage]():
-        model = case.apply(tiny_models.build(case.model), parity.build_mesh(case.mesh))
+        model = case.apply(tiny_models.build(case.model), build_mesh(case.mesh))
         try:
             model(**parity.make_inputs(parity.Batch())[0], use_cache=False)
         except RuntimeError as error:
@@ -149,7 +150,7 @@ def run(breakage: str, function: Callable[..., Any], *args: Any) -> Any:
 def fsdp_units(breakage: str | None, case: parity.Case) -> list[str]:
     """The names of the modules that FSDP2 wraps."""
     model = tiny_models.build(case.model)
-    mesh = parity.build_mesh(case.mesh)
+    mesh = build_mesh(case.mesh)
     if breakage:
         with BREAKAGES[breakage]():
             case.apply(model, mesh)
@@ -160,7 +161,7 @@ def fsdp_units(breakage: str | None, case: parity.Case) -> list[str]:
 
 def unsynced_modes(breakage: str | None, case: parity.Case) -> list[str]:
     """Two forwards of different lengths before either's backward, recomputed: gradients against one after the other."""
-    mesh = parity.build_mesh(case.mesh)
+    mesh = build_mesh(case.mesh)
 
     def gradients(interleaved: bool) -> dict[str, Any]:
         model = tiny_models.build(case.model)

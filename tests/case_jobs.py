@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 import parity
 import tiny_models
 import tolerances
+from pool import build_mesh
 from shardplan import apply_plan
 
 
@@ -43,7 +44,7 @@ def uneven_pair(plan: dict[str, str], mesh: str, features: int, inner: int) -> t
     reference = Layers(features, inner)
     sharded: Any = Layers(features, inner)
     sharded.load_state_dict(reference.state_dict())
-    apply_plan(sharded, plan, parity.build_mesh(mesh))
+    apply_plan(sharded, plan, build_mesh(mesh))
     parts = [list(p.to_local().shape) for p in sharded.layers[0].parameters() if isinstance(p, DTensor)]
     x = torch.randn(2, 3, features)
     outputs = [model(x) for model in (reference, sharded)]
@@ -56,7 +57,7 @@ def uneven_pair(plan: dict[str, str], mesh: str, features: int, inner: int) -> t
 def vocabulary(case: parity.Case) -> dict[str, Any]:
     """Rows of the head on this rank, its whole weight against the unsharded one, and the contract."""
     model = tiny_models.build(case.model, **case.changes)
-    mesh = parity.build_mesh(case.mesh)
+    mesh = build_mesh(case.mesh)
     expected = model.lm_head.weight.detach().clone()  # type: ignore[operator,union-attr]
     sharded: Any = case.apply(model, mesh)
     weight, table = sharded.lm_head.weight, sharded.model.embed_tokens.weight

@@ -16,6 +16,7 @@ from transformers import FalconH1Config, FalconH1ForCausalLM
 
 import parity
 import tiny_models
+from pool import build_mesh
 from shardplan import (
     CheckpointError,
     Resumed,
@@ -43,14 +44,14 @@ def meta_model(name: str, mesh: DeviceMesh, plan: Any = None, **changes: Any) ->
 def through(name: str, source: str, targets: dict[str, str], changes: dict[str, Any]) -> None:
     """From a folder into a sharded model and out into another, on each mesh."""
     for mesh, target in targets.items():
-        model = meta_model(name, parity.build_mesh(mesh), **changes)
+        model = meta_model(name, build_mesh(mesh), **changes)
         load_weights(model, source)
         save_weights(model, target, max_shard_bytes=100_000)
 
 
 def loaded(name: str, mesh_text: str, source: str, changes: dict[str, Any]) -> list[str]:
     """What a model that was built on the meta device and loaded does otherwise than the unsharded one."""
-    mesh = parity.build_mesh(mesh_text)
+    mesh = build_mesh(mesh_text)
     model, reference = meta_model(name, mesh, **changes), tiny_models.build(name, **changes)
     load_weights(model, source)
     tied = len({id(p) for p in model.parameters()}), len({id(p) for p in reference.parameters()})
@@ -66,7 +67,7 @@ def stored_apart(model: nn.Module) -> bool:
 
 def loaded_again(name: str, mesh_text: str, source: str | None) -> list[str]:
     """The same of a model that has other weights, and gathered copies of some: its last forward had no backward."""
-    mesh = parity.build_mesh(mesh_text)
+    mesh = build_mesh(mesh_text)
     model, reference = tiny_models.build(name), tiny_models.build(name)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -86,14 +87,14 @@ def loaded_again(name: str, mesh_text: str, source: str | None) -> list[str]:
 
 def offloaded(name: str, mesh_text: str, source: str, target: str) -> None:
     model = tiny_models.build_meta(name)
-    apply_plan(model, tiny_models.plan_of(name), parity.build_mesh(mesh_text), cpu_offload=True)
+    apply_plan(model, tiny_models.plan_of(name), build_mesh(mesh_text), cpu_offload=True)
     load_weights(model, source)
     save_weights(model, target)
 
 
 def in_dtype(name: str, mesh_text: str, source: str, target: str, dtype: torch.dtype) -> None:
     model = tiny_models.build_meta(name).to(dtype)
-    apply_plan(model, tiny_models.plan_of(name), parity.build_mesh(mesh_text))
+    apply_plan(model, tiny_models.plan_of(name), build_mesh(mesh_text))
     load_weights(model, source)
     save_weights(model, target)
 
@@ -117,7 +118,7 @@ def loaded_falcon_h1(source: str) -> tuple[Tensors, Tensors, bool]:
     """Weights and buffers of one that was loaded from the meta device; whether that drew random numbers."""
     with torch.device("meta"):
         model = falcon_h1()
-    apply_plan(model, FALCON_H1, parity.build_mesh("tp=2"))
+    apply_plan(model, FALCON_H1, build_mesh("tp=2"))
     before = torch.get_rng_state()
     load_weights(model, source)
     drew = not torch.equal(before, torch.get_rng_state())
@@ -138,7 +139,7 @@ def plain(source: str, target: str, odd: bool) -> str:
     with torch.device("meta"):
         model = Plain(odd)
     plan = {"mlp": "block", "mlp.0": "colwise", "mlp.1": "rowwise"}
-    apply_plan(model, plan, parity.build_mesh("dp=2,tp=2"))
+    apply_plan(model, plan, build_mesh("dp=2,tp=2"))
     try:
         load_weights(model, source)
     except CheckpointError as error:
@@ -152,7 +153,7 @@ def plain(source: str, target: str, odd: bool) -> str:
 
 def stopped(name: str, mesh_text: str, folder: str, asynchronous: bool) -> tuple[Tensors, list[float], list[float]]:
     """Ten steps with a checkpoint in the middle: what was saved, what came after it, and random numbers drawn then."""
-    mesh = parity.build_mesh(mesh_text)
+    mesh = build_mesh(mesh_text)
     model = apply_plan(tiny_models.build(name), tiny_models.plan_of(name), mesh)
     optimizer, scheduler = trainer(model)
     train(model, optimizer, scheduler, mesh, range(HALF))
@@ -169,7 +170,7 @@ def resumed(
     name: str, mesh_text: str, folder: str, plan: Any = None
 ) -> tuple[Tensors, list[float], list[float], Resumed, list[str]]:
     """The second half of it, by a model that begins on the meta device; and what was logged."""
-    mesh = parity.build_mesh(mesh_text)
+    mesh = build_mesh(mesh_text)
     model = meta_model(name, mesh, plan)
     load_checkpoint(folder, model)
     optimizer, scheduler = trainer(model)
@@ -184,7 +185,7 @@ def widened(kind: str, folder: str) -> list[str]:
     """What a run in bfloat16 has otherwise when it goes on in float32; a step of that shows whether it can."""
     states: list[Tensors] = []
     for dtype, mesh_text in ((torch.bfloat16, "dp=2,tp=2"), (torch.float32, "tp=4")):
-        mesh = parity.build_mesh(mesh_text)
+        mesh = build_mesh(mesh_text)
         model = apply_plan(tiny_models.build("phi3").to(dtype), tiny_models.plan_of("phi3"), mesh)
         optimizer = make_optimizer(kind, model)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)

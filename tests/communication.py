@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 import parity
 import tiny_models
 from counting import counted, sum_of
+from pool import build_mesh
 from shardplan.apply import APPLIED
 
 Counts = dict[str, dict[str, int]]
@@ -19,7 +20,7 @@ Counts = dict[str, dict[str, int]]
 
 def collectives(case: parity.Case, length: int = 16) -> Counts:
     """Collectives over tp of one forward and one backward, by kind; the gradient sums are among the backward's."""
-    mesh = parity.build_mesh(case.mesh)
+    mesh = build_mesh(case.mesh)
     model = tiny_models.build(case.model, **case.changes)
     model = case.apply(model, mesh)
     if case.checkpointing:
@@ -29,7 +30,7 @@ def collectives(case: parity.Case, length: int = 16) -> Counts:
 
 def collectives_by_ranks(case: parity.Case, length: int = 16) -> dict[str, dict[tuple[int, ...], dict[str, int]]]:
     """The same over every group that anything of ours runs in, by its ranks."""
-    mesh = parity.build_mesh(case.mesh)
+    mesh = build_mesh(case.mesh)
     model = case.apply(tiny_models.build(case.model, **case.changes), mesh)
     ids = torch.randint(0, parity.vocabulary_of(model), (2, length))
     output, forward = counted(lambda: model(input_ids=ids, use_cache=False))
@@ -48,7 +49,7 @@ def ranks_of(group: str) -> list[int]:
 
 def counted_against_plan(case: parity.Case) -> list[str]:
     """Where the collectives that run are not those that the compiled plan lists, plus its coalesced sums."""
-    mesh = parity.build_mesh(case.mesh)
+    mesh = build_mesh(case.mesh)
     model = tiny_models.build(case.model, **case.changes)
     model = case.apply(model, mesh)
     compiled = getattr(model, APPLIED).compiled
@@ -82,7 +83,7 @@ def collectives_of(model: torch.nn.Module, *groups: str, length: int = 16) -> Co
 
 def loss_collectives(case: parity.Case) -> Counts:
     """What `labels=` adds: the forward with it against the forward without."""
-    mesh = parity.build_mesh(case.mesh)
+    mesh = build_mesh(case.mesh)
     model = case.apply(tiny_models.build(case.model), mesh)
     group = mesh["tp"].get_group().group_name
     ids = torch.randint(0, tiny_models.VOCABULARY, (2, 16))
@@ -94,7 +95,7 @@ def loss_collectives(case: parity.Case) -> Counts:
 
 def no_sync_collectives(case: parity.Case) -> list[Counts]:
     """Two micro-batches under FSDP2, of which only the second synchronises: backward collectives over tp of each."""
-    mesh = parity.build_mesh(case.mesh)
+    mesh = build_mesh(case.mesh)
     model = case.apply(tiny_models.build(case.model), mesh)
     assert isinstance(model, FSDPModule)
     counts = []

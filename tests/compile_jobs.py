@@ -9,6 +9,7 @@ from torch._dynamo.utils import counters
 import parity
 import tiny_models
 from parity import Batch, Case
+from pool import build_mesh
 
 
 def compiled(case: Case, batch: Batch) -> tuple[int, list[str]]:
@@ -18,7 +19,7 @@ def compiled(case: Case, batch: Batch) -> tuple[int, list[str]]:
     """
     torch._dynamo.reset()
     counters.clear()
-    mesh = parity.build_mesh(case.mesh)
+    mesh = build_mesh(case.mesh)
     reference, sharded = parity.kept(case.model, {}), case.apply(tiny_models.build(case.model), mesh)
     for layer in layers(sharded):
         layer.compile(backend="aot_eager", fullgraph=True)
@@ -32,7 +33,7 @@ def compiled(case: Case, batch: Batch) -> tuple[int, list[str]]:
 def breaks_on_purpose(case: Case) -> str:
     """What a layer says that cannot be one graph: that such a layer is noticed."""
     torch._dynamo.reset()
-    sharded = case.apply(tiny_models.build(case.model), parity.build_mesh(case.mesh))
+    sharded = case.apply(tiny_models.build(case.model), build_mesh(case.mesh))
     first = layers(sharded)[0]
     next(first.children()).register_forward_hook(lambda *_: torch._dynamo.graph_break())
     first.compile(backend="eager", fullgraph=True)

@@ -19,8 +19,8 @@ from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, StepLR
 
 import checkpoint_jobs
-import parity
 import tiny_models
+from pool import build_mesh
 from shardplan import CheckpointError, apply_plan, load_checkpoint, load_weights, save_checkpoint, save_weights
 from shardplan.checkpoint import folder as folders
 from shardplan.checkpoint import save as saves
@@ -49,7 +49,7 @@ def said(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Said:
 
 def of_weights(source: str, fault: str = "", name: str = NAME) -> tuple[Said, bool]:
     """Of loading a folder; and whether the model was left untouched, on the meta device. ``fault``: on rank 1 alone."""
-    model = checkpoint_jobs.meta_model(name, parity.build_mesh(MESH))
+    model = checkpoint_jobs.meta_model(name, build_mesh(MESH))
     with on_rank_1(fault):
         message = said(load_weights, model, source)
     return message, all(parameter.is_meta for parameter in model.parameters())
@@ -66,7 +66,7 @@ def on_rank_1(fault: str) -> Iterator[None]:
 
 
 def of_checkpoint(source: str) -> Said:
-    model = checkpoint_jobs.meta_model(NAME, parity.build_mesh(MESH))
+    model = checkpoint_jobs.meta_model(NAME, build_mesh(MESH))
     return said(load_checkpoint, source, model)
 
 
@@ -88,7 +88,7 @@ def of_number(number: int) -> nn.Module:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(number)
-    return apply_plan(model, tiny_models.plan_of(NAME), parity.build_mesh(MESH))
+    return apply_plan(model, tiny_models.plan_of(NAME), build_mesh(MESH))
 
 
 def into(target: str, what: str, limited: bool = False, user: int | None = None) -> Said:

@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import (
 
 import parity
 import tolerances
+from pool import build_mesh
 from shardplan import apply_plan
 
 WIDTH, INNER, HEAD_DIM, WORDS = 32, 48, 8, 64
@@ -182,7 +183,7 @@ def meta(layer: type[nn.Module]) -> nn.Module:
 def compare(name: str, mesh: str) -> list[str]:
     """Logits and every gradient of a model under its plan against the unsharded one; two lengths added up."""
     layer, plan = PLANS[name]
-    reference, device_mesh = Decoder(layer), parity.build_mesh(mesh)
+    reference, device_mesh = Decoder(layer), build_mesh(mesh)
     sharded = apply_plan(Decoder(layer), plan, device_mesh)
     faults = []
     for number, length in enumerate((16, 5)):

@@ -18,6 +18,7 @@ import parity
 import tiny_models
 import tolerances
 from counting import counted
+from pool import build_mesh
 from shardplan import apply_plan, clip_grad_by_total_norm_, get_grad_norm
 
 ORDERS = (1, 2, 3, inf)
@@ -37,7 +38,7 @@ def exact_norm(gradients: list[Tensor], order: float) -> float:
 
 def applied(case: parity.Case, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, DeviceMesh]:
     """A model with the gradients of one step."""
-    mesh = parity.build_mesh(case.mesh)
+    mesh = build_mesh(case.mesh)
     model = case.apply(tiny_models.build(case.model).to(dtype), mesh)
     inputs, targets = parity.make_inputs(parity.Batch())
     parity.step(
@@ -172,7 +173,7 @@ def non_finite(value: float, order: float) -> float:
 
 def two_parts_of_a_norm(mesh_text: str, reduce_dtype: torch.dtype) -> set[float]:
     """The gradient of a norm's weight of which one tp rank holds 1 and the other 2^-10, after FSDP2's backward."""
-    mesh = parity.build_mesh(mesh_text)
+    mesh = build_mesh(mesh_text)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
     model = apply_plan(tiny_models.build("llama"), "llama", mesh, sequence_parallel=True, mixed_precision=policy)
     norm = model.get_submodule("model.layers.1.input_layernorm")

@@ -11,6 +11,7 @@ import mamba_kernels
 import parity
 import tiny_models
 import tolerances
+from pool import build_mesh
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -28,7 +29,7 @@ def fused(case: parity.Case, batches: list[parity.Batch]) -> tuple[list[str], di
 def in_bf16(mesh_text: str, sequence_parallel: bool) -> dict[str, Any]:
     """Dtypes under bf16 parameters and fp32 reduction, the difference from the fp32 loss, and replicas that differ."""
     case = parity.Case("nemotron-h", mesh_text, sequence_parallel, options={"mixed_precision": BF16})
-    mesh = parity.build_mesh(mesh_text)
+    mesh = build_mesh(mesh_text)
     reference, sharded = tiny_models.build(case.model), case.apply(tiny_models.build(case.model), mesh)
     assert isinstance(sharded, FSDPModule)
     inputs, targets = parity.make_inputs(parity.Batch())

@@ -23,6 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 import parity
 import tiny_models
 from apply_jobs import IDS
+from pool import build_mesh
 from shardplan import Style, apply_plan
 from shardplan.styles import Gradient
 
@@ -36,7 +37,7 @@ def precision(mesh: str) -> dict[str, Any]:
     """Dtypes in use under bf16 parameters and fp32 reduction, and the difference from the fp32 loss."""
     reference = tiny_models.build("llama")
     sharded = apply_plan(
-        tiny_models.build("llama"), "llama", parity.build_mesh(mesh), sequence_parallel=True, mixed_precision=BF16
+        tiny_models.build("llama"), "llama", build_mesh(mesh), sequence_parallel=True, mixed_precision=BF16
     )
     seen: dict[str, Any] = {}
     projection = sharded.get_submodule("model.layers.0.mlp.up_proj")
@@ -65,7 +66,7 @@ def table_dtypes() -> set[torch.dtype]:
     """The dtype in which position tables reach the decoder layers under bf16 parameters."""
     model = tiny_models.build("llama")
     model.model.rotary_emb = Fp32Rotary(model.config)  # type: ignore[union-attr,arg-type]
-    sharded = apply_plan(model, "llama", parity.build_mesh("dp=1,tp=2"), mixed_precision=BF16)
+    sharded = apply_plan(model, "llama", build_mesh("dp=1,tp=2"), mixed_precision=BF16)
     seen: set[torch.dtype] = set()
 
     def look(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -81,7 +82,7 @@ def table_dtypes() -> set[torch.dtype]:
 
 def offloaded(mesh: str) -> tuple[set[str], list[str]]:
     reference = tiny_models.build("llama")
-    device_mesh = parity.build_mesh(mesh)
+    device_mesh = build_mesh(mesh)
     sharded = apply_plan(tiny_models.build("llama"), "llama", device_mesh, sequence_parallel=True, cpu_offload=True)
     faults = list(parity.compare_batch(parity.Reference(reference), sharded, device_mesh, parity.Batch(), seed=0))
     return {p.device.type for p in sharded.parameters()}, faults
@@ -97,7 +98,7 @@ COUNTED = {
 
 def recomputed(case: parity.Case, modules: dict[str, str] = COUNTED) -> tuple[dict[str, int], list[str]]:
     """How often each of some modules runs forward in one step, and what the parity contract says."""
-    mesh = parity.build_mesh(case.mesh)
+    mesh = build_mesh(case.mesh)
     model = tiny_models.build(case.model)
     runs: Counter[str] = Counter()
     for name, fqn in modules.items():
@@ -130,7 +131,7 @@ class Doubling(ParallelStyle):
 
 def native_style() -> float:
     """The ratio that a native style puts between a norm's outputs with and without it."""
-    mesh = parity.build_mesh("tp=2")
+    mesh = build_mesh("tp=2")
     outputs = []
     for overrides in (None, {"model.rotary_emb": Doubling()}):
         model = apply_plan(tiny_models.build("llama"), "llama", mesh, overrides=overrides)
@@ -224,7 +225,7 @@ def wrapped(how: str, mesh: str, sequence_parallel: bool) -> list[str]:
             layers[number].compile(backend="eager")  # type: ignore[index,operator,union-attr]
         elif how == "checkpoint":
             layers[number] = checkpoint_wrapper(layers[number])  # type: ignore[index,operator]
-    device_mesh = parity.build_mesh(mesh)
+    device_mesh = build_mesh(mesh)
     sharded = apply_plan(model, "llama", device_mesh, sequence_parallel=sequence_parallel)
     faults = []
     for number, length in enumerate((16, 5)):
@@ -253,7 +254,7 @@ def recomputed_with_cache() -> tuple[list[str], int]:
     """A training loop that leaves `use_cache` at its default; how long the cache is after the backward."""
     reference = tiny_models.build("llama")
     sharded = apply_plan(
-        tiny_models.build("llama"), "llama", parity.build_mesh("tp=2"), recompute=[".layers.*"], sequence_parallel=True
+        tiny_models.build("llama"), "llama", build_mesh("tp=2"), recompute=[".layers.*"], sequence_parallel=True
     )
     for model in (reference, sharded):
         output = model(input_ids=IDS)

@@ -25,6 +25,7 @@ import tiny_models
 from counting import Counting
 from mutants import Mutant
 from parity import Batch
+from pool import build_mesh
 from shardplan.apply import apply
 from shardplan.compiled import CompiledModule, CompiledPlan
 from shardplan.inventory import take_inventory
@@ -146,7 +147,7 @@ def _look(mutant: Mutant, sequence_parallel: bool) -> Seen:
             return Seen(f"no plan: {refused}", None, False)
     idle = False
     try:
-        mesh = parity.build_mesh(MESH)
+        mesh = build_mesh(MESH)
         compiled = lower(resolved, parse_mesh(MESH), sequence_parallel=sequence_parallel)
         idle = _idle(resolved, compiled, mutant.written, sequence_parallel)
         sharded = apply(model, compiled, mesh)

@@ -12,7 +12,7 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -20,6 +20,7 @@ import multimodal
 import tiny_models
 import tolerances
 from multimodal import Seeing, with_images
+from pool import build_mesh
 from shardplan import apply_plan, cross_entropy
 from shardplan.apply import applied_to
 from shardplan.mesh import parse_mesh
@@ -68,11 +69,6 @@ class Case:
     @property
     def world_size(self) -> int:
         return parse_mesh(self.mesh).size
-
-
-def build_mesh(text: str) -> DeviceMesh:
-    spec = parse_mesh(text)
-    return init_device_mesh("cpu", [size for _, size in spec.axes], mesh_dim_names=[name for name, _ in spec.axes])
 
 
 def compare(case: Case, batches: list[Batch], *, afresh: bool = False) -> list[str]:

@@ -4,7 +4,9 @@
 
 The workers are forked from a server that has imported torch and transformers, so that nobody pays for the imports
 twice, and the test process itself stays without threads. Every job gets a process group of its own, through a file
-store of its own, which is destroyed afterwards: a world of 4 may follow a world of 1. After a failure the workers are
+store of its own, which is destroyed afterwards: a world of 4 may follow a world of 1. Jobs that do the same things on
+every rank and build meshes by `build_mesh` alone may follow each other in one world (``shared``): what DTensor has
+found out about a layout, half of the time of a small job, then holds for the next one. After a failure the workers are
 replaced, because what a failed job leaves behind is anybody's guess.
 """
 
@@ -25,10 +27,14 @@ from dataclasses import dataclass
 from itertools import count
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from shardplan import _compat
+from shardplan.mesh import parse_mesh
 from shardplan.verify.ranks import RanksFailedError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 SIZE = 4
 PRELOAD = [
@@ -67,8 +73,16 @@ class Pool:
         self._folder = tempfile.TemporaryDirectory(prefix="shardplan-pool-")
         self._numbers = count()
         self._workers: list[_Worker] = []
+        self._world = 0, ""  # of the last job where it was shared: its size and its store
 
-    def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+    def run(
+        self,
+        world_size: int,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout: float = 120.0,
+        shared: bool = False,
+    ) -> list[Any]:
         """Call ``function(*args)`` as each rank of a gloo world of ``world_size``; return the results in rank order.
 
         Args:
@@ -76,6 +90,7 @@ class Pool:
             function: a module-level function of an importable module; it finds its rank in ``torch.distributed``.
             args: picklable, as is what the function returns. Tensors travel by value.
             timeout: seconds until ranks that have not finished count as hanging.
+            shared: in the world of the job before, where that was shared as well and had as many ranks.
 
         Raises:
             PoolError: a rank raised, died or did not finish.
@@ -83,9 +98,12 @@ class Pool:
         assert 1 <= world_size <= self._size, f"a pool of {self._size} has no world of {world_size}"
         self._workers = self._workers or [self._start() for _ in range(self._size)]
         ranks = self._workers[:world_size]
-        store = str(Path(self._folder.name) / f"store-{next(self._numbers)}")
+        size, store = self._world
+        if not shared or size != world_size:
+            store = str(Path(self._folder.name) / f"store-{next(self._numbers)}")
+        self._world = (world_size, store) if shared else (0, "")
         for rank, worker in enumerate(ranks):
-            worker.connection.send_bytes(pickle.dumps((function, args, rank, world_size, store)))
+            worker.connection.send_bytes(pickle.dumps((function, args, rank, world_size, store, shared)))
         outcomes = _collect(ranks, timeout)
         if all(outcome.ok for outcome in outcomes.values()) and len(outcomes) == world_size:
             return [outcomes[rank].value for rank in range(world_size)]
@@ -95,6 +113,7 @@ class Pool:
 
     def kill(self) -> None:
         """End the workers at once; the next job starts new ones."""
+        self._world = 0, ""
         for worker in self._workers:
             worker.process.kill()
         for worker in self._workers:
@@ -214,17 +233,54 @@ def _serve(connection: Connection, stacks: str) -> None:
 
 
 def _perform(job: bytes) -> bytes:
-    import torch.distributed as dist
-
+    shared = False
     try:
-        function, args, rank, world_size, store = pickle.loads(job)
-        dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
-        dist.barrier()  # a job that sends nothing would end its group while others still connect to it
+        function, args, rank, world_size, store, shared = pickle.loads(job)
+        _World.enter(rank, world_size, store)
         outcome = pickle.dumps(_Outcome(True, function(*args), time.monotonic()))
     except BaseException:  # noqa: BLE001 - whatever a test raises goes back to it; nothing is swallowed
+        shared = False
         outcome = pickle.dumps(_Outcome(False, f"raised:\n{traceback.format_exc()}", time.monotonic()))
-    finally:
+    if not shared:
+        _World.leave()
+    return outcome
+
+
+class _World:
+    """The world that a worker is in, and the meshes over it."""
+
+    store = ""
+    meshes: ClassVar[dict[str, DeviceMesh]] = {}
+
+    @classmethod
+    def enter(cls, rank: int, size: int, store: str) -> None:
+        import torch.distributed as dist
+
+        if store != cls.store:
+            cls.leave()
+            dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+            cls.store = store
+        dist.barrier()  # a job that sends nothing would end its group while others still connect to it
+
+    @classmethod
+    def leave(cls) -> None:
+        import torch.distributed as dist
+
+        cls.store = ""
+        cls.meshes.clear()
         if dist.is_initialized():
             dist.destroy_process_group()
         _compat.forget_meshes()
-    return outcome
+
+
+def build_mesh(text: str) -> DeviceMesh:
+    """``dp=2,tp=2`` on the CPU; a worker of the pool gets the same one as long as it is in one world."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if text in _World.meshes:
+        return _World.meshes[text]
+    names, sizes = zip(*parse_mesh(text).axes, strict=True)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    if _World.store:
+        _World.meshes[text] = mesh
+    return mesh

@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from pool import build_mesh
+
 
 def sum_of_ranks() -> tuple[int, int, float, int]:
     total = torch.tensor(float(dist.get_rank()))
@@ -67,3 +69,16 @@ def fill_the_caches_of_dtensor() -> None:
     tensor = distribute_tensor(torch.ones(4, 4), mesh, [Replicate(), Shard(0)])
     (tensor @ tensor).full_tensor()
     tensor.redistribute(mesh, [Shard(0), Replicate()])
+
+
+WORLDS: list[object] = []  # each that this worker was in, kept so that no two look alike
+
+
+def number_of_world() -> int:
+    """How many worlds jobs of this kind have seen; the mesh is that of the world."""
+    mesh = build_mesh("tp=2")
+    if mesh is not build_mesh("tp=2"):
+        raise AssertionError("two meshes in one world")
+    if not any(seen is mesh for seen in WORLDS):
+        WORLDS.append(mesh)
+    return len(WORLDS)

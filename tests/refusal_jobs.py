@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-import parity
 import tiny_models
+from pool import build_mesh
 from shardplan import PlanError, apply_plan
 
 
@@ -56,11 +56,11 @@ def _permuted_rows(model: nn.Module) -> None:
 
 
 def _other_mode(model: nn.Module) -> None:
-    apply_plan(model, "llama", parity.build_mesh("tp=2"), sequence_parallel=dist.get_rank() == 1)
+    apply_plan(model, "llama", build_mesh("tp=2"), sequence_parallel=dist.get_rank() == 1)
 
 
 def _one_rank_refuses(model: nn.Module) -> None:
-    apply_plan(model, "llama" if dist.get_rank() else {"nothing": "colwise"}, parity.build_mesh("tp=2"))
+    apply_plan(model, "llama" if dist.get_rank() else {"nothing": "colwise"}, build_mesh("tp=2"))
 
 
 def _smaller_mesh(model: nn.Module) -> None:
@@ -72,7 +72,7 @@ def _mesh(shape: tuple[int, ...], names: tuple[str, ...] | None) -> Callable[[nn
 
 
 def _on_tp(plan: Any = "llama", **options: Any) -> Callable[[nn.Module], Any]:
-    return lambda model: apply_plan(model, plan, parity.build_mesh("tp=2"), **options)
+    return lambda model: apply_plan(model, plan, build_mesh("tp=2"), **options)
 
 
 def _file(text: str) -> Callable[[nn.Module], Any]:
@@ -80,7 +80,7 @@ def _file(text: str) -> Callable[[nn.Module], Any]:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "plan.yaml"
             path.write_text(text)
-            apply_plan(model, path, parity.build_mesh("tp=2"))
+            apply_plan(model, path, build_mesh("tp=2"))
 
     return call
 
@@ -118,7 +118,7 @@ REFUSED_CALLS: dict[str, Callable[[nn.Module], Any]] = {
 
 
 def applied_twice() -> tuple[list[str], bool]:
-    mesh = parity.build_mesh("tp=2")
+    mesh = build_mesh("tp=2")
     model = apply_plan(tiny_models.build("llama"), "llama", mesh)
     before = fingerprint(model)
     try:

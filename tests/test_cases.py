@@ -164,7 +164,7 @@ def test_c14_ranks_share_heads(pool: Pool, sizes: dict[str, int], tp: int, seque
     assert found.message == SP215.format(ranks=2, kv_heads=sizes["num_key_value_heads"], tp=tp)
     assert found.severity is Severity.NOTE
     case = Case("llama", f"tp={tp}", sequence_parallel, changes={**CASE, **sizes}, training=False)
-    assert pool.run(tp, parity.compare, case, [Batch(), Batch(5, mask=True)]) == [[]] * tp
+    assert pool.run(tp, parity.compare, case, [Batch(), Batch(5, mask=True)], shared=True) == [[]] * tp
 
 
 THREE = {"hidden_size": 30, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 6}
@@ -205,7 +205,7 @@ def test_c16_so_is_a_llama(pool: Pool, sequence_parallel: bool) -> None:
     changes = {**CASE, "intermediate_size": 49, "mlp_bias": True}
     assert findings(PLAN, tiny(**changes), sequence_parallel=sequence_parallel) == []
     case = Case("llama", "tp=2", sequence_parallel, changes=changes, training=False)
-    assert pool.run(2, parity.compare, case, [Batch(), Batch(5)]) == [[], []]
+    assert pool.run(2, parity.compare, case, [Batch(), Batch(5)], shared=True) == [[], []]
 
 
 def test_c16_but_every_rank_needs_a_row_and_a_gather_equal_parts() -> None:
@@ -330,7 +330,7 @@ def test_c20_what_the_findings_say_to_write_is_exact(pool: Pool, tmp_path: Path,
     plan = written(tmp_path, *AROUND, *blocks, *SECTIONED)
     assert findings(plan, model, sequence_parallel=sequence_parallel) == []
     case = Case("phi3", "tp=2", sequence_parallel, plan=str(plan), changes=CASE)
-    assert pool.run(2, parity.compare, case, [Batch(), Batch(5, mask=True)]) == [[], []]
+    assert pool.run(2, parity.compare, case, [Batch(), Batch(5, mask=True)], shared=True) == [[], []]
 
 
 def test_c21_a_tied_pair_with_both_ends_cut_is_one_parameter() -> None:

@@ -21,18 +21,21 @@ from shardplan import clip_grad_by_total_norm_, get_grad_norm, gradients, to_loc
 from tiny_models import MODELS
 
 MESHES = ["tp=2", "dp=1,tp=2", "dp=2,tp=2", "dp_replicate=2,dp=1,tp=2", "dp=1,tp=4", "dp=4,tp=1"]
-CASES = [
-    (Case(settings["model"], settings["mesh"], settings["sequence_parallel"]), settings["dtype"])
-    for settings in pairwise(
-        model=list(MODELS), mesh=MESHES, dtype=[torch.float32, torch.bfloat16], sequence_parallel=[True, False]
-    )
-]
+CASES = sorted(  # those of one mesh may share a world
+    (
+        (Case(settings["model"], settings["mesh"], settings["sequence_parallel"]), settings["dtype"])
+        for settings in pairwise(
+            model=list(MODELS), mesh=MESHES, dtype=[torch.float32, torch.bfloat16], sequence_parallel=[True, False]
+        )
+    ),
+    key=lambda pair: pair[0].mesh,
+)
 
 
 @pytest.mark.parametrize(("case", "dtype"), CASES, ids=lambda value: str(value))
 def test_norms_of_a_model(pool: Pool, case: Case, dtype: torch.dtype) -> None:
     """Of orders 1, 2, 3 and inf, torch's of order 2 (C27); and clipping scales what the optimizer sees."""
-    assert pool.run(case.world_size, gradient_jobs.norms, case, dtype) == [[]] * case.world_size
+    assert pool.run(case.world_size, gradient_jobs.norms, case, dtype, shared=True) == [[]] * case.world_size
 
 
 @pytest.mark.parametrize("mesh", [*MESHES, "dp=1,cp=2,tp=2"])

@@ -42,7 +42,7 @@ CASES = [
 
 @pytest.mark.parametrize(("case", "batches"), CASES, ids=lambda value: str(value) if isinstance(value, Case) else "")
 def test_parity(pool: Pool, case: Case, batches: list[Batch]) -> None:
-    assert pool.run(case.world_size, parity.compare, case, batches) == [[]] * case.world_size
+    assert pool.run(case.world_size, parity.compare, case, batches, shared=True) == [[]] * case.world_size
 
 
 def test_every_batch_is_met_with_and_without_dp() -> None:

@@ -12,7 +12,7 @@ import mamba_kernels
 import parity
 import tolerances
 from parity import Batch
-from pool import Pool
+from pool import Pool, build_mesh
 from tiny_models import OTHERS, build
 
 pytestmark = pytest.mark.processes  # not quick
@@ -123,7 +123,7 @@ def test_a_wrong_number_of_groups_goes_unnoticed_on_the_fused_path_alone() -> No
 
 
 def refusal_of_a_dtensor() -> str:
-    mesh = parity.build_mesh("tp=1")
+    mesh = build_mesh("tp=1")
     model = build("nemotron-h")
     mixer = model.model.layers[0].mixer
     mixer.D = nn.Parameter(distribute_tensor(mixer.D.detach(), mesh))

@@ -132,7 +132,7 @@ def test_parity_with_images(pool: Pool, name: str, mesh: str, sequence_parallel:
     """Images in every micro-batch, and one batch without: what sees then has no gradient on either side."""
     case = Case(name, mesh, sequence_parallel, plan=OURS, images=True, training=mesh == "dp=2,tp=2")
     batches = [Batch(image=True, mask=True), Batch(length=9, image=True), Batch()]
-    assert pool.run(case.world_size, parity.compare, case, batches) == [[]] * case.world_size
+    assert pool.run(case.world_size, parity.compare, case, batches, shared=True) == [[]] * case.world_size
 
 
 def test_one_of_them_does_not_run_in_transformers() -> None:

@@ -45,14 +45,16 @@ CASES = [
     Case("llama-odd", "tp=4", False, **TIED),
     Case("llama-odd", "dp=2,tp=2", True, training=False, **TIED),
 ]
-WITH_BATCHES = [(case, BATCHES[number % 4 :: 4]) for number, case in enumerate(CASES)]
+WITH_BATCHES = sorted(  # those of one mesh may share a world
+    ((case, BATCHES[number % 4 :: 4]) for number, case in enumerate(CASES)), key=lambda pair: pair[0].mesh
+)
 
 
 @pytest.mark.parametrize(
     ("case", "batches"), WITH_BATCHES, ids=lambda value: str(value) if isinstance(value, Case) else ""
 )
 def test_parity(pool: Pool, case: Case, batches: list[Batch]) -> None:
-    assert pool.run(case.world_size, parity.compare, case, batches) == [[]] * case.world_size
+    assert pool.run(case.world_size, parity.compare, case, batches, shared=True) == [[]] * case.world_size
 
 
 def test_every_model_trains_and_meets_both_modes_and_four_ranks() -> None:
@@ -68,4 +70,4 @@ def test_every_model_trains_and_meets_both_modes_and_four_ranks() -> None:
 def test_recomputed_attention_gathers_again(pool: Pool, sequence_parallel: bool) -> None:
     """Shared heads, gathered a second time while the backward runs, with packed projections joined twice."""
     case = Case("phi3", "tp=4", sequence_parallel, training=False, options={"recompute": [".layers.*.self_attn"]})
-    assert pool.run(4, parity.compare, case, [Batch(), replace(BATCHES[0], length=5)]) == [[]] * 4
+    assert pool.run(4, parity.compare, case, [Batch(), replace(BATCHES[0], length=5)], shared=True) == [[]] * 4

@@ -54,12 +54,15 @@ SETTINGS = [
         for mesh, cut, recomputation in (("tp=2", True, "layers"), ("dp=2,tp=2", False, "none"))
     ),
 ]
-CASES = [(case(**settings), BATCHES[number % 4 :: 4]) for number, settings in enumerate(SETTINGS)]
+CASES = sorted(  # those of one mesh may share a world
+    ((case(**settings), BATCHES[number % 4 :: 4]) for number, settings in enumerate(SETTINGS)),
+    key=lambda pair: pair[0].mesh,
+)
 
 
 @pytest.mark.parametrize(("case", "batches"), CASES, ids=lambda value: str(value) if isinstance(value, Case) else "")
 def test_parity(pool: Pool, case: Case, batches: list[Batch]) -> None:
-    faults = pool.run(case.world_size, parity.compare, case, batches)
+    faults = pool.run(case.world_size, parity.compare, case, batches, shared=True)
     assert faults == [[]] * case.world_size
 
 
@@ -68,7 +71,7 @@ def test_parity_with_images(pool: Pool, mesh: str, sequence_parallel: bool) -> N
     """The vision tower ends in torch's MultiheadAttention, which reads the weights of a module it never calls."""
     case = Case("gemma3-vision", mesh, sequence_parallel)
     batches = [Batch(length=16, image=True), Batch(length=9, image=True)]
-    assert pool.run(case.world_size, parity.compare, case, batches) == [[]] * case.world_size
+    assert pool.run(case.world_size, parity.compare, case, batches, shared=True) == [[]] * case.world_size
 
 
 def test_every_model_meets_every_mesh_and_every_batch() -> None:

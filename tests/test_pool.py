@@ -73,3 +73,16 @@ def test_a_worker_that_dies_is_named_with_its_exit_code(pool: Pool) -> None:
 def test_a_result_that_cannot_travel_is_an_error(pool: Pool) -> None:
     with pytest.raises(PoolError, match="Can't pickle"):
         pool.run(1, pool_jobs.return_a_function)
+
+
+def test_shared_jobs_follow_each_other_in_one_world_and_no_other_job_does(pool: Pool) -> None:
+    numbers = []
+    for world_size, shared in ((2, True), (2, True), (2, False), (2, True), (2, True)):
+        numbers += pool.run(world_size, pool_jobs.number_of_world, shared=shared)[:1]
+    first = numbers[0]
+    assert numbers == [first, first, first + 1, first + 2, first + 2]
+    assert {total for _, _, total, _ in pool.run(4, pool_jobs.sum_of_ranks, shared=True)} == {6.0}
+    assert pool.run(2, pool_jobs.number_of_world, shared=True) == [first + 3] * 2
+    with pytest.raises(PoolError):
+        pool.run(2, pool_jobs.fail_on, 1, shared=True)
+    assert pool.run(2, pool_jobs.number_of_world, shared=True) == [1, 1]  # of workers that are new

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 import parity
 import tiny_models
+from pool import build_mesh
 from shardplan import clip_grad_by_total_norm_, get_grad_norm, log_probs
 
 STEPS = 20
@@ -28,7 +29,7 @@ def sharded(model_name: str, mesh_text: str, bf16: bool) -> tuple[list[float], l
     """The same on a mesh; and which replicas, of parameters and optimizer state, differ at the end."""
     options = {"mixed_precision": BF16} if bf16 else {}
     case = parity.Case(model_name, mesh_text, sequence_parallel=True, options=options)
-    mesh = parity.build_mesh(mesh_text)
+    mesh = build_mesh(mesh_text)
     model = case.apply(tiny_models.build(model_name), mesh)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=parity.LR, fused=True)
     losses, norms = train(model, mesh, optimizer)
@@ -79,9 +80,7 @@ def log_probs_by(expression: str) -> float:
     """The largest difference between an expression on a sharded model's logits and the unsharded one's."""
     ids = torch.arange(32).view(2, 16)
     expected = tiny_models.build("llama")(input_ids=ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])
-    model = parity.Case("llama", "tp=2", sequence_parallel=True).apply(
-        tiny_models.build("llama"), parity.build_mesh("tp=2")
-    )
+    model = parity.Case("llama", "tp=2", sequence_parallel=True).apply(tiny_models.build("llama"), build_mesh("tp=2"))
     logits = model(input_ids=ids).logits
     actual = eval(expression, {"log_probs": log_probs, "logits": logits, "input_ids": ids})
     return (actual - expected.squeeze(-1)).abs().max().item()

@@ -13,6 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 import parity
 import tiny_models
+from pool import build_mesh
 from shardplan import apply_plan
 
 
@@ -76,7 +77,7 @@ def unexpected(what: str, mesh: str, sequence_parallel: bool) -> list[str]:
     sharded = apply_plan(
         build(),
         "llama",
-        parity.build_mesh(mesh),
+        build_mesh(mesh),
         overrides=overrides or None,
         sequence_parallel=sequence_parallel,
     )

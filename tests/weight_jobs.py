@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 import parity
 import tiny_models
 from parity import Batch
+from pool import build_mesh
 from shardplan import apply_plan, hf_state_dict, load_hf_state_dict
 
 Tensors = dict[str, Tensor]
@@ -33,7 +34,7 @@ def sharded(name: str, mesh: Any, seed_of_weights: int = 0) -> nn.Module:
 
 def written(name: str, mesh_text: str, folder: str) -> tuple[Tensors, Tensors]:
     """Two AdamW steps, then a checkpoint of weights and optimizer: both as they were written."""
-    mesh = parity.build_mesh(mesh_text)
+    mesh = build_mesh(mesh_text)
     model = sharded(name, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for number in range(2):
@@ -48,7 +49,7 @@ def written(name: str, mesh_text: str, folder: str) -> tuple[Tensors, Tensors]:
 
 def read(name: str, mesh_text: str, folder: str) -> tuple[Tensors, Tensors]:
     """The same checkpoint read into a model with other weights on another mesh."""
-    mesh = parity.build_mesh(mesh_text)
+    mesh = build_mesh(mesh_text)
     model = sharded(name, mesh, seed_of_weights=3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for parameter in model.parameters():
@@ -71,12 +72,12 @@ def _whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
 
 
 def out(name: str, mesh_text: str) -> list[tuple[str, Tensor]]:
-    return list(hf_state_dict(sharded(name, parity.build_mesh(mesh_text))))
+    return list(hf_state_dict(sharded(name, build_mesh(mesh_text))))
 
 
 def out_and_in(name: str, mesh_text: str, streaming: bool) -> list[tuple[str, Tensor]]:
     """Another model's weights, as the unsharded model has them, through a sharded one."""
-    model = sharded(name, parity.build_mesh(mesh_text), seed_of_weights=3)
+    model = sharded(name, build_mesh(mesh_text), seed_of_weights=3)
     given = tiny_models.build(name).state_dict()
     load_hf_state_dict(model, iter(given.items()) if streaming else given)
     return list(hf_state_dict(model))
@@ -84,7 +85,7 @@ def out_and_in(name: str, mesh_text: str, streaming: bool) -> list[tuple[str, Te
 
 def refused(name: str, mesh_text: str, change: str) -> tuple[str, bool]:
     """What is said of tensors that are not the model's, and whether the model is as before."""
-    model = sharded(name, parity.build_mesh(mesh_text))
+    model = sharded(name, build_mesh(mesh_text))
     before = dict(hf_state_dict(model))
     given = {key: torch.zeros_like(value) for key, value in before.items()}
     first = next(iter(given))
