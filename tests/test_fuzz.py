@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,11 @@ from hypothesis import strategies as st
 
 from broken_models import TINY
 from mutants import LAYOUTS, STYLE_WORDS
+from shardplan import PlanError, check_plan
 from shardplan.cli import command
+from shardplan.diagnostics import CODES
+from shardplan.merge import read_plan
+from tiny_models import build_meta
 
 TOKENS = (
     "model", "layers", "*", "**", "0", "[0-1]", "self_attn", "mlp", "q_proj", "{q,k,v}_proj", "{gate,up}_proj",
@@ -30,21 +35,37 @@ patterns = st.builds(
 )
 styles = st.sampled_from((*STYLE_WORDS, "colwyse"))
 edges = st.sampled_from((*LAYOUTS, "shard(9)", "shard(-3) -> replicate", "nonsense"))
-values = styles | st.fixed_dictionaries({}, optional={"style": styles, "input": edges, "output": edges})
 anything = st.none() | st.booleans() | st.integers(-2, 5) | st.text(max_size=5) | st.lists(st.integers(), max_size=2)
+lengths = st.sampled_from(
+    (1, 0, -1, 16, "hidden_size", "num_attention_heads * head_dim", "intermediate_size", "3 * hidden_size", "nobody",
+     "hidden_size *", "hidden_size + 1", "10 ** 9", "")
+)  # fmt: skip
+names = st.sampled_from(("q", "k", "v", "gate", "up", "q", "weight", "", "a b"))
+sections = st.lists(st.dictionaries(names, lengths, min_size=1, max_size=2), max_size=4) | anything
+local_sizes = st.lists(st.sampled_from(("num_heads", "hidden_size", "nothing", "")), max_size=2) | anything
+values = styles | st.fixed_dictionaries(
+    {},
+    optional={
+        "style": styles,
+        "input": edges,
+        "output": edges,
+        "sections": sections,
+        "local_sizes": local_sizes,
+        "dim": st.integers(-2, 3) | anything,
+    },
+)
 units = st.dictionaries(patterns, st.fixed_dictionaries({}, optional={"reshard": anything}), max_size=3)
 documents = st.fixed_dictionaries(
     {"format": st.just(1)},
     optional={
         "root": st.sampled_from(("model", "", "nowhere", ["model.layers", "model"])),
-        "extends": st.sampled_from(("llama", "nowhere")),
+        "extends": st.sampled_from(("llama", "hf", "nowhere")),
+        "fallback": st.sampled_from(("hf", "none", "llama")),
         "rules": st.dictionaries(patterns, values, max_size=6) | anything,
         "fsdp": st.fixed_dictionaries(
             {},
             optional={
-                "units": st.dictionaries(
-                    patterns, st.fixed_dictionaries({}, optional={"reshard": anything}), max_size=3
-                ),
+                "units": units,
                 "root": st.fixed_dictionaries({}, optional={"reshard": anything}),
             },
         ),
@@ -89,6 +110,28 @@ def test_no_plan_is_beyond_an_answer(plan: Any, mesh: str, mode: str) -> None:
     result = checked(plan, {}, mesh, mode)
     assert result.exit_code in (0, 1), result.output
     assert result.exit_code == 0 or "error SP" in result.stdout
+
+
+BUILT = {"llama": "llama", "qwen2": "qwen3", "gemma3": "gemma3-vision", "phi3": "phi3", "gpt2": "gpt2",
+         "nemotron_h": "nemotron-h"}  # fmt: skip
+RULES = [(plan, rule.pattern.text) for plan in BUILT for rule in read_plan(plan).rules]
+model_of = cache(build_meta)
+
+
+@many
+@given(st.sampled_from(RULES), values | st.none(), meshes, st.booleans())
+def test_no_rule_on_top_of_a_shipped_plan_is_beyond_an_answer(
+    rule: tuple[str, str], value: Any, mesh: str, sequence_parallel: bool
+) -> None:
+    plan, pattern = rule
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.yaml"
+        path.write_text(yaml.safe_dump({"format": 1, "extends": plan, "rules": {pattern: value}}))
+        try:
+            found = check_plan(path, model_of(BUILT[plan]), mesh, sequence_parallel=sequence_parallel)
+        except PlanError as refused:
+            found = refused.diagnostics
+    assert all(finding.code in CODES for finding in found)
 
 
 @many
