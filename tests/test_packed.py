@@ -250,6 +250,16 @@ def test_experts_that_stay_whole_in_a_block_are_refused(style: str | None) -> No
     ]
 
 
+@pytest.mark.parametrize(("width", "rows"), [(36, {2: 72, 4: 36, 8: 4}), (48, {8: 24}), (64, {})])
+def test_rows_of_experts_that_grouped_products_do_not_take(width: int, rows: dict[int, int]) -> None:
+    """In fp32; the unsharded ones of 144, 192 and 256 bytes they do take."""
+    for tp in (2, 4, 8):
+        model = build_meta("nemotron-h", moe_intermediate_size=width, n_groups=8, num_attention_heads=8)
+        found = [f for f in check_plan("nemotron_h", model, f"tp={tp}") if f.code == "SP202"]
+        assert [f.severity for f in found] == [Severity.WARNING] * (tp in rows)
+        assert all(f"experts.down_proj has rows of {rows[tp]} bytes over tp={tp}" in f.message for f in found)
+
+
 def left_whole() -> Any:
     """A Llama of whose plan only the ends are there, and whose linears have names that nobody knows."""
     model: Any = build_meta("llama")

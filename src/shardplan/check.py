@@ -22,7 +22,7 @@ from shardplan.checks.side import (
     check_side_parameters,
     check_whole_experts,
 )
-from shardplan.checks.sizes import check_dims, check_head_counts, check_heads, check_shared_heads
+from shardplan.checks.sizes import check_dims, check_expert_rows, check_head_counts, check_heads, check_shared_heads
 from shardplan.checks.stream import check_stream
 from shardplan.checks.target import Target
 from shardplan.checks.transformers import check_known_wrong, check_left_by_transformers, check_unmatched
@@ -62,6 +62,7 @@ CHECKS: tuple[Check, ...] = (
     check_shared_heads,
     check_head_counts,
     check_dims,
+    check_expert_rows,
     check_side_parameters,
     check_whole_experts,
     check_norms_of_parts,

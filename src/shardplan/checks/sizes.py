@@ -163,7 +163,7 @@ def check_dims(target: Target) -> Iterator[Diagnostic]:
     tp = target.mesh.tp
     for cut in _cuts(target):
         chunk = -(-cut.length // tp)
-        problem = f"would be cut into {_shards(cut.length, tp)}"
+        problem = f"would be cut into {'+'.join(map(str, _shards(cut.length, tp)))}"
         if chunk * (tp - 1) >= cut.length:
             problem += ": a rank without a row"
             expected, hint = "at least one row for every rank", "choose a smaller tp"
@@ -177,6 +177,36 @@ def check_dims(target: Target) -> Iterator[Diagnostic]:
         verb = "share a dim" if len(names) > 1 else "has a dim"
         message = f"{cut.place}{listed(names)} {verb} of {cut.length}, which over tp={tp} {problem}"
         yield Diagnostic("SP202", message, cut.where, ", ".join(names), expected, hint)
+
+
+ALIGNED = 16  # bytes: torch 2.13's grouped products, by which transformers runs fused experts, take no other rows
+
+
+def check_expert_rows(target: Target) -> Iterator[Diagnostic]:
+    """SP202, a warning: a part of fused experts whose rows are no multiple of `ALIGNED`, as those of the whole are."""
+    seen: set[str] = set()
+    for module in target.resolved.modules:
+        for parameter in module.parameters if module.info.experts else ():
+            shape, name = parameter.info.shape, general(parameter.info.fqn)
+            dim = split_dim(parameter.style, module, parameter.info.name)
+            if dim != len(shape) - 1 or len(shape) != 3 or name in seen:
+                continue
+            lengths = _lengths(target, module, parameter, shape[dim])
+            element, tp = parameter.info.nbytes // parameter.info.numel, target.mesh.tp
+            rows = {element * sum(_shards(length, tp)[rank] for length in lengths) for rank in range(tp)}
+            odd = sorted(row for row in rows if row % ALIGNED)
+            if odd and parameter.claim is not None and not element * shape[dim] % ALIGNED:
+                seen.add(name)
+                yield Diagnostic(
+                    "SP202",
+                    f"a rank's part of {name} has rows of {odd[0]} bytes over tp={tp}: grouped products of experts, "
+                    "transformers' default, raise on it",
+                    where=parameter.claim.where,
+                    subject=name,
+                    expected=f"rows of a multiple of {ALIGNED} bytes",
+                    hint='choose another tp, or run `model.set_experts_implementation("eager")`',
+                    severity=Severity.WARNING,
+                )
 
 
 def _cuts(target: Target) -> list[_Cut]:
@@ -219,9 +249,10 @@ def _is_vocabulary(target: Target, module: ResolvedModule) -> bool:
     return embedding or module.fqn == target.resolved.inventory.head
 
 
-def _shards(length: int, tp: int) -> str:
+def _shards(length: int, tp: int) -> list[int]:
+    """What each rank has of a dim, as DTensor cuts it."""
     chunk = -(-length // tp)
-    return "+".join(str(max(0, min(chunk, length - rank * chunk))) for rank in range(tp))
+    return [max(0, min(chunk, length - rank * chunk)) for rank in range(tp)]
 
 
 def _divisors(length: int) -> Iterator[int]:
