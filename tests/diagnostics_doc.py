@@ -63,8 +63,8 @@ MEANING = {
     "SP201": "Columns may divide where heads do not; the heads, or the groups of a Mamba-2 mixer, would be torn apart. "
     "Choose one of the degrees given.",
     "SP202": "A dim need not divide evenly: the last ranks then have less. But each rank needs a row of it, and "
-    "an edge gathers and scatters equal parts only. A warning where a rank's part of fused experts has rows that grouped "
-    "products, which read 16 bytes at a time, do not take.",
+    "an edge gathers and scatters equal parts only. A warning where a rank's part of fused experts has rows that "
+    "grouped products, which read 16 bytes at a time, do not take.",
     "SP203": "Between the edges of a block each rank computes on its part: what colwise linears give in parts, a "
     "rowwise one takes. A linear left whole, or cut the other way, gives wrong numbers, often without an error.",
     "SP204": "A conversion has to start from the layout that is there and to end in the one that is wanted next. "

@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.lr_scheduler import ExponentialLR, StepLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LinearLR, SequentialLR, StepLR
 
 import checkpoint_jobs
 import tiny_models
@@ -195,6 +195,9 @@ def refused_before_reading(target: str) -> tuple[dict[str, Said], set[float]]:
     save_checkpoint(target, model, step=1)
     save_checkpoint(f"{target}-half", model.to(torch.float16), step=1)
     save_checkpoint(target, model, optimizer, step=2, scheduler=scheduler)
+    optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1))  # torch pickles where a tensor lies
+    scheduler = in_turns(optimizer, CosineAnnealingLR)
+    save_checkpoint(f"{target}-two", model.to(torch.float32), optimizer, step=1, scheduler=scheduler)
     other, rounding = of_number(2), of_number(2).to(torch.bfloat16)
     parameters = list(other.parameters())
     same, some = torch.optim.SGD(parameters), torch.optim.SGD(parameters[1:])
@@ -203,12 +206,17 @@ def refused_before_reading(target: str) -> tuple[dict[str, Said], set[float]]:
         "groups": said(load_checkpoint, target, other, groups),
         "optimizer": said(load_checkpoint, target, other, torch.optim.AdamW(parameters)),
         "scheduler": said(load_checkpoint, target, other, same, scheduler=ExponentialLR(same, 0.5)),
+        "schedulers": said(load_checkpoint, f"{target}-two", other, same, scheduler=in_turns(same, ExponentialLR)),
         "fewer": said(load_checkpoint, target, other, some),
         "without": said(load_checkpoint, f"{target}/step-00000001", other, same, scheduler=scheduler),
         "half": said(load_checkpoint, f"{target}-half", rounding),
         "rank": said(load_checkpoint, target if dist.get_rank() else f"{target}/step-00000001", other),
     }
     return told, {v for m in (other, rounding) for t in m.parameters() for v in local(t.detach()).unique().tolist()}
+
+
+def in_turns(optimizer: torch.optim.Optimizer, second: Any) -> SequentialLR:
+    return SequentialLR(optimizer, [LinearLR(optimizer), second(optimizer, 2)], [3])
 
 
 def not_one_folder(target: str, how: str) -> list[Said]:

@@ -220,6 +220,10 @@ def test_what_does_not_fit_is_refused_before_anything_is_read(pool: Pool, tmp_pa
     assert "the optimizer's groups hold other parameters" in said["groups"]
     assert said["optimizer"].endswith("it holds the state of SGD, and the optimizer is AdamW")
     assert said["scheduler"].endswith("it holds the state of StepLR, and the scheduler is ExponentialLR")
+    assert said["schedulers"].endswith(
+        "it holds the state of SequentialLR(LinearLR, CosineAnnealingLR), and the scheduler is "
+        "SequentialLR(LinearLR, ExponentialLR)"
+    )
     assert said["fewer"].endswith(
         "it has optimizer state of what the optimizer does not train: model.embed_tokens.weight"
     )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -43,15 +44,26 @@ def require_same_state(state: dict[str, Any], ranks: Ranks, doing: str) -> None:
     Raises:
         CheckpointError: on every rank: a scheduler's state is not the same on all of them. It is saved once.
     """
-    written = hashlib.sha256(pickle.dumps(state)).hexdigest()[:8]
-    ranks.require_same(
-        written, doing, "the scheduler's state differs between ranks, and one of them would be saved for all (hashes)"
-    )
+    written = io.BytesIO()
+    _ByValue(written).dump(state)
+    mark = hashlib.sha256(written.getvalue()).hexdigest()[:8]
+    problem = "the scheduler's state differs between ranks, and one of them would be saved for all (hashes)"
+    ranks.require_same(mark, doing, problem)
+
+
+class _ByValue(pickle.Pickler):
+    """Tensors by what is in them: torch pickles where they lie."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return list, (value.detach().flatten().tolist(),)
+        return NotImplemented
 
 
 def kind_of(owner: object) -> str:
-    """The class of an optimizer or a scheduler: its state means nothing to another one."""
-    return type(owner).__qualname__
+    """The class of an optimizer or a scheduler, with those that one is made of: its state means nothing to another."""
+    inner: Sequence[object] = getattr(owner, "_schedulers", ())  # torch's SequentialLR and ChainedScheduler
+    return type(owner).__qualname__ + (f"({', '.join(map(kind_of, inner))})" if inner else "")
 
 
 def require_kind(saved: str, owner: object, what: str) -> None:
