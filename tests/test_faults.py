@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 import fault_jobs
 import tiny_models
 from pool import Pool, PoolError
+from shardplan.checkpoint import store
 from shardplan.checkpoint.folder import INDEX, open_weights
 
 WITHIN = 30  # seconds until a rank knows
@@ -233,6 +234,16 @@ def test_what_does_not_fit_is_refused_before_anything_is_read(pool: Pool, tmp_pa
     assert list(values) == [{2.0}] * 4
 
 
+def test_what_is_whole_and_not_in_its_place_is_kept(tmp_path: Path) -> None:
+    """As a process leaves it that is killed in the middle of an exchange on NFS."""
+    for name, whole in ((".step-1.partial", False), (".step-2.partial", True), (".mine.partial", False)):
+        (tmp_path / name).mkdir()
+        if whole:
+            (tmp_path / name / "shardplan.json").touch()
+    store._clear(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".mine.partial", ".step-2.partial"]
+
+
 def test_a_scheduler_of_each_ranks_own_is_refused(pool: Pool, tmp_path: Path) -> None:
     """One state is saved for all."""
     message = agreed(pool.run(4, fault_jobs.with_a_scheduler_for_each_rank, str(tmp_path / "run")))
@@ -317,9 +328,10 @@ def test_a_process_that_is_killed_while_it_saves(pool: Pool, tmp_path: Path, wha
     else:
         assert not (target / "step-00000009").exists()
         assert agreed(pool.run(4, fault_jobs.of_checkpoint, str(target))) == ""
-        pool.run(4, fault_jobs.written, str(target), 1, (9,))
-        assert (target / "step-00000009/shardplan.json").is_file()
-    assert [path.name for path in target.parent.iterdir() if "partial" in path.name] == []
+        (target / ".step-00000007.partial").mkdir()  # as the first rank leaves it when it is killed
+        pool.run(4, fault_jobs.written, str(target), 1, (10,))
+        assert (target / "step-00000010/shardplan.json").is_file()
+    assert [path.name for path in tmp_path.rglob("*") if "partial" in path.name] == []
 
 
 @pytest.mark.parametrize(("moment", "number"), [("before", 1.0), ("after", 2.0)])

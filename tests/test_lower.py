@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,20 @@ def test_each_kind_of_module_is_split_on_its_own_dim() -> None:
     assert placements(compiled, "model.layers.0.mlp.down_proj") == {"weight": "shard(1)", "bias": "replicate"}
     assert placements(compiled, "lm_head") == {"weight": "shard(0)"}
     assert placements(compiled, "model.norm") == {"weight": "replicate"}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "dim"), [(".layers.*.mlp.{gate,up}_proj", 0), (".layers.*.{self_attn.o,mlp.down}_proj", 1)]
+)
+def test_a_linear_that_is_cut_by_number_is_cut_on_that_side(tmp_path: Path, pattern: str, dim: int) -> None:
+    by_number = lowered("llama-biased", overlay(tmp_path, f"rules:\n  '{pattern}': {{style: shard, dim: {dim}}}\n"))
+    cut = {m.fqn for m in by_number.modules if m.style == "shard"}
+    assert len(cut) == 4
+    for module, same in zip(by_number.modules, lowered("llama-biased").modules, strict=True):
+        assert (module.style == same.style) == (module.fqn not in cut)
+        as_written = {"style": same.style, "where": same.where, "layer": same.layer, "parameters": same.parameters}
+        assert replace(module, **as_written) == same
+        assert [replace(p, identity=0) for p in module.parameters] == [replace(p, identity=0) for p in same.parameters]
 
 
 def test_only_the_bias_of_a_rowwise_linear_is_added_once() -> None:

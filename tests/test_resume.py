@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
 import checkpoint_jobs
 import tolerances
@@ -167,6 +168,15 @@ def test_state_that_nobody_can_reshard_is_refused(packed: tuple[nn.Parameter, nn
         CheckpointError, match=r"row_var of packed has shape \(2, 1\), neither the parameter's nor that"
     ):
         Trained.of(nn.Module(), optimizer).state()
+
+
+@pytest.mark.parametrize(("saved", "device"), [({}, "cpu"), ({"fused": True}, "meta"), ({"capturable": True}, "meta")])
+def test_a_step_counter_lies_where_the_kernel_of_the_checkpoint_wants_it(saved: dict[str, Any], device: str) -> None:
+    """Its group's flags are restored with it. Parameters on the meta device stand for those of another one."""
+    entry = Stored("weight", (torch.empty(2, device="meta"),))
+    properties = TensorProperties(torch.float32)
+    about = TensorStorageMetadata(properties, torch.Size(()), [])
+    assert states._blank_of(entry, "step", about, torch.float32, saved).device.type == device
 
 
 def test_an_optimizer_without_memory_is_refused() -> None:

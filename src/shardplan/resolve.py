@@ -18,7 +18,7 @@ from shardplan.inventory import Inventory, ModuleInfo, ParameterInfo, ancestors
 from shardplan.layouts import Conversion
 from shardplan.patterns import Alternative, Pattern, Specificity
 from shardplan.plan import NULL, Plan, Recompute, Rule, Unit
-from shardplan.styles import EDGES_ONLY, REPLICATED_ON_PURPOSE, STYLES, Split, Style
+from shardplan.styles import EDGES_ONLY, REPLICATED_ON_PURPOSE, STYLES, Split, Style, for_kind
 
 Line = TypeVar("Line", Rule, Unit, Recompute)
 
@@ -245,7 +245,9 @@ def _candidates(
         style = _style_of(matched.line, styles)
         for match in matched.matches:
             for fqn in match.fqns:
-                found.setdefault(fqn, []).append(Candidate(matched.line, match.alternative, style, direct=True))
+                module = inventory.by_fqn.get(fqn)
+                fitting = for_kind(style, module.kind) if style and module else style
+                found.setdefault(fqn, []).append(Candidate(matched.line, match.alternative, fitting, direct=True))
                 for name, part in (*style.parts, *adapter_parts(style, fqn, inventory)) if style else ():
                     candidate = Candidate(matched.line, match.alternative, part, direct=True, part=True)
                     found.setdefault(f"{fqn}.{name}", []).append(candidate)

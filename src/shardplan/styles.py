@@ -250,6 +250,15 @@ def known_styles(own: Mapping[str, Any] | None = None) -> dict[str, Style]:
     return {**STYLES, **rows}
 
 
+def for_kind(style: Style, kind: Kind) -> Style:
+    """`shard` on a linear cuts one of its two sides, and is the style that does; any other style is what it is."""
+    if style.split is not Split.DIM or not kind.is_linear or style.dim > 1:
+        return style
+    cuts_output = (style.dim == 0) is (kind is Kind.LINEAR)
+    side = _COLWISE if cuts_output else _ROWWISE
+    return replace(side, name=style.name, sections=style.sections, local_sizes=style.local_sizes)
+
+
 # What a mapping without `style` and a written `null` mean.
 EDGES_ONLY = Style("edges only", "states edges and decides nothing else", claims=False)
 REPLICATED_ON_PURPOSE = Style("null", "replicated on purpose", subtree=True)

@@ -91,7 +91,6 @@ def load_checkpoint(
     with ranks.together(doing):
         found = _find(Path(folder))
         trained = Trained.of(model, optimizer) if optimizer is not None else None
-        blank = trained.blank(found.metadata) if trained is not None else {}
         found.require("optimizer" if trained else None, "scheduler" if scheduler is not None else None)
         _require_same_tensors(model_state(model), found.metadata)
         computed = computed_buffers(model, applied, Unsharded(model, applied))
@@ -107,8 +106,10 @@ def load_checkpoint(
         for what, owner in (("optimizer", optimizer), ("scheduler", scheduler)):
             if owner is not None:
                 require_kind(saved[what]["kind"][0], owner, what)
+        groups = saved["optimizer"]["groups"][0] if trained is not None else []
+        blank = trained.blank(found.metadata, groups) if trained is not None else {}
         if trained is not None:
-            trained.require_alike(saved["optimizer"]["groups"][0])
+            trained.require_alike(groups)
     # On another mesh a rank has another place, and ranks of one tp group would draw apart.
     same_mesh = found.marker.mesh == str(applied.compiled.mesh) and found.marker.world_size == ranks.size
     with ranks.together(doing):
@@ -123,7 +124,7 @@ def load_checkpoint(
         load(state, checkpoint_id=found.folder, process_group=group, no_dist=group is None)
     with ranks.together(doing):
         if trained is not None:
-            trained.restore_groups(saved["optimizer"]["groups"][0])
+            trained.restore_groups(groups)
             trained.restore(_filled(blank, state["optimizer"]["state"]))
         if scheduler is not None:
             scheduler.load_state_dict(saved["scheduler"]["state"][0])

@@ -39,7 +39,7 @@ def copied_to_host(values: Tensor) -> Tensor:
     return values.detach().to("cpu", copy=True)
 
 
-def require_same_state(state: dict[str, Any], ranks: Ranks, doing: str) -> None:
+def require_same_state(state: dict[str, Any] | None, ranks: Ranks, doing: str) -> None:
     """
     Raises:
         CheckpointError: on every rank: a scheduler's state is not the same on all of them. It is saved once.
@@ -181,8 +181,11 @@ class Trained:
                 elif key != "params":
                     group[key] = value
 
-    def blank(self, metadata: Metadata) -> dict[str, dict[str, Any]]:
+    def blank(self, metadata: Metadata, groups: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         """Memory for the state that a checkpoint has: what `state` gives, without values.
+
+        Args:
+            groups: those that were saved.
 
         Raises:
             CheckpointError: it is that of other parameters.
@@ -197,23 +200,14 @@ class Trained:
                 weights[path[1]] = about.properties.dtype
         if unknown := sorted(saved.keys() - self.stored.keys()):
             raise CheckpointError(f"it has optimizer state of what the optimizer does not train: {', '.join(unknown)}")
+        group_of = {name: group for group in groups for name in group["params"]}
         return {
-            name: {key: self._blank_of(self.stored[name], key, about, weights.get(name)) for key, about in keys.items()}
+            name: {
+                key: _blank_of(self.stored[name], key, about, weights.get(name), group_of.get(name, {}))
+                for key, about in keys.items()
+            }
             for name, keys in saved.items()
         }
-
-    def _blank_of(self, entry: Stored, key: str, about: Any, weight: torch.dtype | None) -> Any:
-        """``weight``: the dtype that the parameter was saved in; state in that dtype follows the parameter's."""
-        if not isinstance(about, TensorStorageMetadata):
-            return ()
-        dtype = about.properties.dtype
-        if about.size == torch.Size(entry.shape):
-            dtype = entry.parts[0].dtype if dtype == weight else dtype
-            return Blank(entry, tuple(torch.zeros_like(part, dtype=dtype, requires_grad=False) for part in entry.parts))
-        group = self.optimizer.param_groups[self.group_of[entry.name]]
-        # As torch 2.13's own Optimizer.load_state_dict has it: a step counter lies where its kernel wants it.
-        on_device = key != "step" or group.get("fused") or group.get("capturable")
-        return torch.zeros((), dtype=dtype, device=local(entry.parts[0]).device if on_device else "cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +219,24 @@ class Blank:
 
     def pieces(self) -> Pieces:
         return _pieces(self.entry, self.parts)
+
+
+def _blank_of(entry: Stored, key: str, about: Any, weight: torch.dtype | None, group: Mapping[str, Any]) -> Any:
+    """
+    Args:
+        about: what the checkpoint says of it.
+        weight: the dtype that the parameter was saved in; state in that dtype follows the parameter's.
+        group: the parameter's, as it was saved and will be.
+    """
+    if not isinstance(about, TensorStorageMetadata):
+        return ()
+    dtype = about.properties.dtype
+    if about.size == torch.Size(entry.shape):
+        dtype = entry.parts[0].dtype if dtype == weight else dtype
+        return Blank(entry, tuple(torch.zeros_like(part, dtype=dtype, requires_grad=False) for part in entry.parts))
+    # As torch 2.13's own Optimizer.load_state_dict has it: a step counter lies where its kernel wants it.
+    on_device = key != "step" or group.get("fused") or group.get("capturable")
+    return torch.zeros((), dtype=dtype, device=local(entry.parts[0]).device if on_device else "cpu")
 
 
 def _for_part(value: Any, number: int) -> Any:

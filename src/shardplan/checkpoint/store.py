@@ -135,8 +135,10 @@ def save_checkpoint(
         if target.exists() and not (target / MARKER).is_file():
             raise CheckpointError("something else is there, which is not replaced")
         state = _state(model, optimizer, scheduler, ranks.rank, values)
-    if scheduler is not None:
-        require_same_state(state["scheduler"]["state"][0], ranks, doing)
+    require_same_state(state.get("scheduler"), ranks, doing)
+    with ranks.together(doing):
+        if ranks.first:
+            _clear(target.parent)
     begin_on_all(partial, ranks, doing)
     marker = Marker(step, str(applied.compiled.mesh), ranks.size, PlanRecord.of(applied.compiled), {})
     if not asynchronous:
@@ -145,6 +147,16 @@ def save_checkpoint(
     group = dist.new_group(backend="gloo") if ranks.groups else None
     own = Ranks([group] if group is not None else [])
     return Saving(target, lambda: _write(state, marker, target, own), group)
+
+
+def _clear(folder: Path) -> None:
+    """Remove what saves that were killed have left, of whichever step: none is under way now.
+
+    But what is whole, and was only not put in its place.
+    """
+    for left in folder.glob(f".{PREFIX}*.partial"):
+        if not (left / MARKER).is_file():
+            discard(left)
 
 
 def _counted(step: int) -> int:
