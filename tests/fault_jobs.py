@@ -107,10 +107,26 @@ def numbers_in(target: str) -> set[float]:
     return {value for tensor in model.parameters() for value in local(tensor.detach()).unique().tolist()}
 
 
-def with_a_scheduler_for_each_rank(target: str) -> Said:
-    model = of_number(2)
-    scheduler = StepLR(torch.optim.SGD(model.parameters()), step_size=dist.get_rank() + 1)
-    return said(save_checkpoint, target, model, step=1, scheduler=scheduler)
+class Unwritable:
+    """A scheduler whose state cannot be pickled."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"function": lambda: None}
+
+
+def with_schedulers_of_their_own(target: str) -> dict[str, Said]:
+    """Of saving and loading what is not the same on every rank, and what cannot be saved."""
+    model, first = of_number(2), dist.get_rank() == 0
+    optimizer = torch.optim.SGD(model.parameters())
+    scheduler = StepLR(optimizer, step_size=dist.get_rank() + 1)
+    told = {
+        "state": said(save_checkpoint, target, model, step=1, scheduler=scheduler),
+        "one saves": said(save_checkpoint, target, model, optimizer if first else None, step=1),
+        "unwritable": said(save_checkpoint, target, model, step=1, scheduler=Unwritable()),
+    }
+    save_checkpoint(f"{target}-whole", model, optimizer, step=1)
+    told["one loads"] = said(load_checkpoint, f"{target}-whole", model, optimizer if first else None)
+    return told
 
 
 def both_at_once(target: str) -> list[str]:

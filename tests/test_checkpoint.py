@@ -37,7 +37,7 @@ def test_a_folder_comes_back_bit_equal(pool: Pool, name: str, tmp_path: Path) ->
     original = saved(name, source, **FAMILIES[name])
     for size, meshes in MESHES.items():
         targets = {mesh: str(tmp_path / mesh) for mesh in meshes}
-        pool.run(size, checkpoint_jobs.through, name, str(source), targets, FAMILIES[name])
+        pool.run(size, checkpoint_jobs.through, name, str(source), targets, FAMILIES[name], shared=True)
         for mesh, target in targets.items():
             assert different(original, Path(target)) == [], mesh
             assert names_in(Path(target)) == names_in(source), mesh

@@ -28,7 +28,7 @@ HEAD_NORMS = ("qwen3", "gemma3", "gemma3-vision")  # their gradients are partial
 def test_tensor_parallel(pool: Pool, model: str, mesh: str) -> None:
     case = Case(model, mesh, sequence_parallel=False)
     sums = (1 if mesh == "tp=2" else LAYERS) if model in HEAD_NORMS else 0
-    for counts in pool.run(case.world_size, communication.collectives, case):
+    for counts in pool.run(case.world_size, communication.collectives, case, shared=True):
         assert counts == {**TP, "backward": {"all_reduce": TP["backward"]["all_reduce"] + sums}}
 
 
@@ -36,7 +36,7 @@ def test_tensor_parallel(pool: Pool, model: str, mesh: str) -> None:
 @pytest.mark.parametrize(("mesh", "sums"), [("tp=2", 1), ("dp=1,tp=2", LAYERS + 1), ("dp=2,tp=2", LAYERS + 1)])
 def test_sequence_parallel(pool: Pool, model: str, mesh: str, sums: int) -> None:
     case = Case(model, mesh, sequence_parallel=True)
-    for counts in pool.run(case.world_size, communication.collectives, case):
+    for counts in pool.run(case.world_size, communication.collectives, case, shared=True):
         assert counts == sp(sums)
 
 
@@ -52,7 +52,7 @@ def test_a_length_that_tp_does_not_divide_runs_whole(pool: Pool) -> None:
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2"])
 def test_the_compiled_plan_lists_what_runs(pool: Pool, mesh: str, sequence_parallel: bool, model: str) -> None:
     case = Case(model, mesh, sequence_parallel)
-    assert pool.run(case.world_size, communication.counted_against_plan, case) == [[]] * case.world_size
+    assert pool.run(case.world_size, communication.counted_against_plan, case, shared=True) == [[]] * case.world_size
 
 
 # Where KV heads are shared: (model, tp, its attention layers, the ranks that share one, and its layers with edges).

@@ -22,6 +22,7 @@ import tiny_models
 from pool import Pool, PoolError
 from shardplan.checkpoint import store
 from shardplan.checkpoint.folder import INDEX, open_weights
+from shardplan.checkpoint.state import OTHERS
 
 WITHIN = 30  # seconds until a rank knows
 WHAT = ("weights", "checkpoint", "background")
@@ -246,9 +247,16 @@ def test_what_is_whole_and_not_in_its_place_is_kept(tmp_path: Path) -> None:
 
 def test_a_scheduler_of_each_ranks_own_is_refused(pool: Pool, tmp_path: Path) -> None:
     """One state is saved for all."""
-    message = agreed(pool.run(4, fault_jobs.with_a_scheduler_for_each_rank, str(tmp_path / "run")))
-    assert "the scheduler's state differs between ranks" in message
-    assert list(tmp_path.rglob("*")) == []
+    told = pool.run(4, fault_jobs.with_schedulers_of_their_own, str(tmp_path / "run"))
+    said = {what: agreed([messages[what] for messages in told]) for what in told[0]}
+    assert "the scheduler's state differs between ranks" in said["state"]
+    others = (
+        "ranks were given other optimizers or schedulers than others: optimizer SGD (rank 0); neither (rank 1, 2, 3)"
+    )
+    assert said["one saves"].endswith(others)
+    assert said["one loads"].endswith(others)
+    assert "Can't pickle local object" in said["unwritable"]
+    assert not (tmp_path / "run").exists()
 
 
 def test_something_else_in_the_place_of_a_checkpoint_is_kept(pool: Pool, tmp_path: Path) -> None:

@@ -42,9 +42,9 @@ def test_ten_steps(
     pool: Pool, name: str, before: str, asynchronous: bool, after: str, plan: Any, tmp_path: Path
 ) -> None:
     arguments = name, before, str(tmp_path), asynchronous
-    ranks = pool.run(parse_mesh(before).size, checkpoint_jobs.stopped, *arguments)
+    ranks = pool.run(parse_mesh(before).size, checkpoint_jobs.stopped, *arguments, shared=True)
     state, losses, _ = ranks[0]
-    results = pool.run(parse_mesh(after).size, checkpoint_jobs.resumed, name, after, str(tmp_path), plan)
+    results = pool.run(parse_mesh(after).size, checkpoint_jobs.resumed, name, after, str(tmp_path), plan, shared=True)
     for rank, (read, resumed_losses, numbers, found, messages) in enumerate(results):
         said = [message for message in messages if rank == 0]
         assert messages == said

@@ -19,7 +19,7 @@ MESHES = ("tp=4", "dp=2,tp=2", "dp=2", "tp=1", "dp=1", "dp=4,tp=1")
 
 @pytest.mark.parametrize("name", PACKED)
 def test_a_checkpoint_is_bit_equal_on_every_mesh(pool: Pool, name: str, tmp_path: Path) -> None:
-    weights, state = pool.run(2, weight_jobs.written, name, "tp=2", str(tmp_path))[0]
+    weights, state = pool.run(2, weight_jobs.written, name, "tp=2", str(tmp_path), shared=True)[0]
     assert len(state) >= 3 * len(weights) / 2
     for mesh in MESHES:
         for read_weights, read_state in pool.run(parse_mesh(mesh).size, weight_jobs.read, name, mesh, str(tmp_path)):
@@ -31,7 +31,7 @@ def test_a_checkpoint_is_bit_equal_on_every_mesh(pool: Pool, name: str, tmp_path
 @pytest.mark.parametrize("name", [*PACKED, "llama-tied", "llama-odd", "gemma3-vision", "nemotron-h-backbone"])
 def test_tensors_come_out_as_the_unsharded_model_has_them(pool: Pool, name: str, mesh: str) -> None:
     expected = tiny_models.build(name).state_dict()
-    for tensors in pool.run(parse_mesh(mesh).size, weight_jobs.out, name, mesh):
+    for tensors in pool.run(parse_mesh(mesh).size, weight_jobs.out, name, mesh, shared=True):
         assert [key for key, _ in tensors] == list(expected)
         assert different(expected, dict(tensors)) == []
 
@@ -40,7 +40,7 @@ def test_tensors_come_out_as_the_unsharded_model_has_them(pool: Pool, name: str,
 @pytest.mark.parametrize(("name", "mesh"), [("nemotron-h", "tp=4"), ("gpt2", "dp=2,tp=2"), ("llama-odd", "dp=2,tp=2")])
 def test_tensors_go_in_as_the_unsharded_model_has_them(pool: Pool, name: str, mesh: str, streaming: bool) -> None:
     expected = tiny_models.build(name).state_dict()
-    for tensors in pool.run(4, weight_jobs.out_and_in, name, mesh, streaming):
+    for tensors in pool.run(4, weight_jobs.out_and_in, name, mesh, streaming, shared=True):
         assert different(expected, dict(tensors)) == []
 
 

@@ -20,7 +20,16 @@ from shardplan.checkpoint.load import refuse
 from shardplan.checkpoint.marker import MARKER, PREFIX, Marker, PlanRecord, read_marker
 from shardplan.checkpoint.memory import materialise
 from shardplan.checkpoint.pieces import Pieces
-from shardplan.checkpoint.state import Blank, HasState, Trained, model_state, require_kind, restore_random_state
+from shardplan.checkpoint.state import (
+    OTHERS,
+    Blank,
+    HasState,
+    Trained,
+    given,
+    model_state,
+    require_kind,
+    restore_random_state,
+)
 from shardplan.checkpoint.together import CheckpointError, Ranks
 from shardplan.checkpoint.unsharded import Unsharded
 from shardplan.compiled import CompiledPlan
@@ -94,6 +103,7 @@ def load_checkpoint(
         found.require("optimizer" if trained else None, "scheduler" if scheduler is not None else None)
         _require_same_tensors(model_state(model), found.metadata)
         computed = computed_buffers(model, applied, Unsharded(model, applied))
+    ranks.require_same(given(optimizer, scheduler), doing, OTHERS)
     ranks.require_same(str(found.folder), doing, "ranks found different ones, but all must see one file system")
     group = ranks.groups[0] if ranks.groups else None
     saved: dict[str, Any] = {}  # objects, which are looked at before anything is touched

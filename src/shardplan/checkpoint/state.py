@@ -17,9 +17,10 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from shardplan.checkpoint.boxes import boxes
 from shardplan.checkpoint.pieces import Pieces
-from shardplan.checkpoint.together import CheckpointError, Ranks
+from shardplan.checkpoint.together import CheckpointError
 from shardplan.weights import Stored, by_identity, local, stored_tensors
 
+OTHERS = "ranks were given other optimizers or schedulers than others"
 Values = Callable[[Tensor], Tensor]  # what is saved of a rank's values: themselves, or a copy that stays as it is
 
 
@@ -39,16 +40,17 @@ def copied_to_host(values: Tensor) -> Tensor:
     return values.detach().to("cpu", copy=True)
 
 
-def require_same_state(state: dict[str, Any] | None, ranks: Ranks, doing: str) -> None:
-    """
-    Raises:
-        CheckpointError: on every rank: a scheduler's state is not the same on all of them. It is saved once.
-    """
+def given(optimizer: object | None, scheduler: object | None) -> str:
+    """What is saved or restored beside the model, in words."""
+    owners = {"optimizer": optimizer, "scheduler": scheduler}
+    return ", ".join(f"{what} {kind_of(owner)}" for what, owner in owners.items() if owner is not None) or "neither"
+
+
+def mark_of(state: object) -> str:
+    """The same for states that are equal, on whichever rank."""
     written = io.BytesIO()
     _ByValue(written).dump(state)
-    mark = hashlib.sha256(written.getvalue()).hexdigest()[:8]
-    problem = "the scheduler's state differs between ranks, and one of them would be saved for all (hashes)"
-    ranks.require_same(mark, doing, problem)
+    return hashlib.sha256(written.getvalue()).hexdigest()[:8]
 
 
 class _ByValue(pickle.Pickler):

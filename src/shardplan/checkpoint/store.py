@@ -22,14 +22,16 @@ from shardplan.apply import required_of
 from shardplan.checkpoint.folder import begin_on_all, beside, discard, put_in_place
 from shardplan.checkpoint.marker import MARKER, PREFIX, Marker, PlanRecord, files_of
 from shardplan.checkpoint.state import (
+    OTHERS,
     HasState,
     Trained,
     copied_to_host,
+    given,
     itself,
     kind_of,
+    mark_of,
     model_state,
     random_state,
-    require_same_state,
 )
 from shardplan.checkpoint.together import CheckpointError, Ranks
 
@@ -135,7 +137,10 @@ def save_checkpoint(
         if target.exists() and not (target / MARKER).is_file():
             raise CheckpointError("something else is there, which is not replaced")
         state = _state(model, optimizer, scheduler, ranks.rank, values)
-    require_same_state(state.get("scheduler"), ranks, doing)
+        mark = mark_of(state.get("scheduler"))
+    ranks.require_same(given(optimizer, scheduler), doing, OTHERS)
+    problem = "the scheduler's state differs between ranks, and one of them would be saved for all (hashes)"
+    ranks.require_same(mark, doing, problem)
     with ranks.together(doing):
         if ranks.first:
             _clear(target.parent)
