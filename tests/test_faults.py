@@ -250,9 +250,7 @@ def test_a_scheduler_of_each_ranks_own_is_refused(pool: Pool, tmp_path: Path) ->
     told = pool.run(4, fault_jobs.with_schedulers_of_their_own, str(tmp_path / "run"))
     said = {what: agreed([messages[what] for messages in told]) for what in told[0]}
     assert "the scheduler's state differs between ranks" in said["state"]
-    others = (
-        "ranks were given other optimizers or schedulers than others: optimizer SGD (rank 0); neither (rank 1, 2, 3)"
-    )
+    others = f"{OTHERS}: optimizer SGD (rank 0); neither (rank 1, 2, 3)"
     assert said["one saves"].endswith(others)
     assert said["one loads"].endswith(others)
     assert "Can't pickle local object" in said["unwritable"]

@@ -225,6 +225,20 @@ def test_gpt2_without_its_local_size_is_refused() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("plan", "name", "dim"),
+    [
+        ("gpt2", ".h.*.attn.c_attn.weight", 1),
+        ("phi3", ".layers.*.self_attn.qkv_proj.weight", 0),
+        ("llama", ".layers.*.mlp.up_proj.weight", 0),
+    ],
+)
+def test_a_parameter_of_a_linear_is_not_cut_by_number(plan: str, name: str, dim: int) -> None:
+    """Its module's sections would be lost; where there are none it would be one of two that say the same."""
+    (found,) = findings(plan, plan, {name: {"style": "shard", "dim": dim}})
+    assert (found.code, found.hint) == ("SP105", "remove the parameter's name from the pattern")
+
+
 def test_numbers_alone_are_shares() -> None:
     for sections in ([{"gate": 1}, {"up": 1}], [{"gate": 128}, {"up": 128}], [{"gate": 8192}, {"up": 8192}]):
         assert findings("phi3", "phi3", {GATE_UP: sectioned(*sections)}) == []

@@ -148,7 +148,8 @@ def check_parameters(target: Target) -> Iterator[Diagnostic]:
                 continue
             written = split_dim(parameter.style, module, parameter.info.name)
             due = split_dim(module.style, module, parameter.info.name)
-            if written == due or parameter.style.split is Split.DIM:
+            by_number = parameter.style.split is Split.DIM  # which is for parameters, but those of linears
+            if not module.info.kind.is_linear if by_number else written == due:
                 continue
             if module.rule is not None and parameter.info.fqn not in _directly(target, claim):
                 yield _contradiction(module, claim)

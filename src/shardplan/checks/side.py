@@ -194,6 +194,8 @@ def check_shards(target: Target) -> Iterator[Diagnostic]:
             claim, style = parameter.claim, parameter.style
             if claim is None or style is None or style.split is not Split.DIM or claim.style != style.name:
                 continue  # nobody's, or a part of a style that knows its modules
+            if module.info.kind.is_linear and claim is not module.rule:
+                continue  # `check_parameters` says that
             around = target.resolved.by_fqn.get(module.inside or "")
             if around is not None and around.style is not None and around.style.parts:
                 continue  # `check_parts` compares it with the style's own
