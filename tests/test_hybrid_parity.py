@@ -148,6 +148,12 @@ def test_what_experts_take_whole_may_be_called_whole_in_any_way(pool: Pool, styl
     assert pool.run(2, parity.compare, case, [Batch(labels=True)]) == [[], []]
 
 
+@pytest.mark.parametrize("style", ["colwise", "rowwise"])
+def test_what_takes_the_experts_sum_is_not_cut(style: str) -> None:
+    (found,) = findings({LATENT.replace("fc1", "fc2"): style})
+    assert (found.code, found.hint) == ("SP203", "make fc2_latent_proj replicated_behind_parts")
+
+
 @pytest.mark.parametrize("style", ["colwise", "colwise_gather_output"])
 def test_what_experts_take_whole_is_not_cut(style: str) -> None:
     (found,) = findings({LATENT: style})

@@ -103,6 +103,23 @@ def test_a_norm_behind_the_last_linear_of_a_block_would_norm_a_part() -> None:
     assert "stands behind down_proj inside block model.layers.*.mlp: it would norm a part of a sum" in finding.message
 
 
+@pytest.mark.parametrize(
+    ("plan", "model", "name"),
+    [
+        ("llama", "llama", ".norm"),
+        ("llama", "llama", ".layers.*.input_layernorm.weight"),
+        ("qwen2", "qwen3", ".layers.*.self_attn.{q,k}_norm"),
+        ("nemotron_h", "nemotron-h", ".layers.*.mixer.gate?"),
+    ],
+)
+def test_what_goes_into_no_sum_is_not_added_once(tmp_path: Path, plan: str, model: str, name: str) -> None:
+    overlay = tmp_path / "plan.yaml"
+    overlay.write_text(f"format: 1\nrules:\n  '{name}': added_once\n")
+    found = check_plan([shipped(plan), overlay], tiny_models.build_meta(model), "tp=2")
+    assert {f.code for f in found if f.severity is Severity.ERROR} == {"SP105"}
+    assert all("nothing adds it to a part of a sum" in f.message for f in found if f.code == "SP105")
+
+
 class Indexer(nn.Module):
     """As beside latent attention: a projection of its own, whole on every rank, and a norm over what that gives."""
 

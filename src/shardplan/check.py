@@ -16,6 +16,7 @@ from shardplan.checks.options import check_dropout, check_options, check_reduce_
 from shardplan.checks.packed import check_dim, check_local_sizes, check_packed, check_packing, check_sections
 from shardplan.checks.parts import check_parts
 from shardplan.checks.side import (
+    check_added_once,
     check_counted_once,
     check_norms_of_parts,
     check_shards,
@@ -67,6 +68,7 @@ CHECKS: tuple[Check, ...] = (
     check_whole_experts,
     check_norms_of_parts,
     check_counted_once,
+    check_added_once,
     check_shards,
     check_options,
     check_reduce_dtype,

@@ -117,12 +117,19 @@ def _odd_sibling(target: Target, group: Group) -> list[Diagnostic]:
 
 
 def _cut_latent(target: Target, group: Group) -> list[Diagnostic]:
-    """A linear that gives each rank a part of what the experts take whole."""
+    """A linear that gives each rank a part of what the experts take whole, or is cut behind them."""
     for producer in group.of_role("producer"):
         if group.is_latent(producer):
             message = f"{producer.name} is colwise, but the experts of {group.name} take all the features that it gives"
             hint = f"make {producer.name} replicated_with_grad_allreduce"
             return [_fault(target, group, message, "a linear of which each rank has all features", hint, (producer,))]
+    in_parts = {producer.module.info.features[0] for producer in group.of_role("producer")}
+    for member in (*group.of_role("producer"), *group.of_role("consumer")):
+        gives, takes = member.module.info.features
+        if takes in group.latent - in_parts and gives == stream_width(target.resolved):
+            message = f"{member.name} is {_style(member)}, but it takes the sum that the experts of {group.name} give"
+            hint = f"make {member.name} replicated_behind_parts"
+            return [_fault(target, group, message, "a linear of which each rank has all features", hint, (member,))]
     return []
 
 

@@ -10,7 +10,7 @@ from shardplan.checks.names import general
 from shardplan.checks.packed import known_lengths
 from shardplan.checks.target import Target, listed
 from shardplan.diagnostics import Diagnostic
-from shardplan.experts import GIVING, TAKING, ExpertsInfo
+from shardplan.experts import BIAS, GIVING, TAKING, ExpertsInfo
 from shardplan.inventory import ParameterInfo, ancestors
 from shardplan.resolve import ResolvedModule, ResolvedParameter
 from shardplan.styles import Kind, Split
@@ -157,6 +157,29 @@ def check_counted_once(target: Target) -> Iterator[Diagnostic]:
             expected="an expert that hands its input through, or that stays whole beside others",
             hint="remove the rule",
         )
+
+
+def check_added_once(target: Target) -> Iterator[Diagnostic]:
+    """SP105: what is added once is the last bias of experts of which each rank has a part."""
+    seen: set[str] = set()
+    for module in target.resolved.modules if target.mesh.has_tp else ():
+        cut = module.inside is not None and any(map(_is_cut, module.parameters))
+        for parameter in module.parameters:
+            style, claim, name = parameter.style, parameter.claim, general(parameter.info.fqn)
+            if style is None or claim is None or not style.added_once or name in seen:
+                continue
+            last = module.info.experts is None or parameter.info.name == TAKING + BIAS
+            if not (cut and last) and not target.explained(parameter.info.fqn):
+                seen.add(name)
+                where = "outside of blocks" if module.inside is None else "there"
+                yield Diagnostic(
+                    "SP105",
+                    f"style {style.name} on {name}: {where} nothing adds it to a part of a sum",
+                    where=claim.where,
+                    subject=name,
+                    expected="the bias behind the last projection of experts that are cut",
+                    hint="use null outside of blocks, replicated_with_grad_allreduce inside",
+                )
 
 
 def check_norms_of_parts(target: Target) -> Iterator[Diagnostic]:
