@@ -26,8 +26,13 @@ BATCHES = [
     )
 ]
 
-# Every model meets tp 4, which shares the KV heads, in one mode and (2, 2) in the other.
+# Every model meets tp 4, which shares the KV heads, in one mode and (2, 2) in the other; some tp 2 alone.
 CASES = [
+    (Case("nemotron-h", "tp=2", sequence_parallel=False, training=False), BATCHES[0::3]),
+    (Case("nemotron-h", "tp=2", sequence_parallel=True, training=False), BATCHES[1::3]),
+    (Case("nemotron-h-groups-8", "tp=2", sequence_parallel=True, training=False), BATCHES[2::3]),
+]
+CASES += [
     (
         Case(f"nemotron-h{variant}", mesh, cuts, training="dp" in mesh and variant in ("", "-biased")),
         BATCHES[number % 3 :: 3],
