@@ -241,7 +241,8 @@ An oracle (`tests/oracle.py`) applies each without asking the checks, on other m
 `--verify` uses, and compares logits, loss, every gradient, replicas and the gradient norm with the unsharded model.
 *Wrong*: numbers change, or it crashes. *Wasteful*: numbers hold, but memory or communication suffer, or what was
 written does nothing or states a layout that is not there. *Harmless*: neither. Each mutant counts once in each mode.
-*Named*: refused, or said in a warning or a note. The runs look only at what `--check` lets pass.
+*Named*: refused, or said in a warning or a note. The runs look only at what `--check` lets pass. Checks and dry runs
+are of models of real width with a few layers of every kind (`tests/real_models.py`).
 """
 
 
