@@ -51,6 +51,6 @@ def compared(name: str, targets: list[str], mesh_text: str, sequence_parallel: b
         if (wanted is None) != (given is None) or (wanted is None) == ("lora_" in fqn):
             faults.append(f"{fqn} has {'no' if given is None else 'a'} gradient")
         elif wanted is not None and given is not None:
-            off = (given - wanted).norm().item() / wanted.norm().item()
+            off = (given.whole() - wanted).norm().item() / wanted.norm().item()
             faults += [f"gradient of {fqn} is off by {off:.1e}"] if not off <= tolerances.GRADIENT else []
     return faults

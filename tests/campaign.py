@@ -15,12 +15,15 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
+import torch
+
 import oracle
+from alike import effect
 from mutants import Mutant, mutants
 from oracle import Seen
 from pool import Pool, PoolError
@@ -29,6 +32,8 @@ from shardplan.checks.target import Target
 from shardplan.command.request import inventory_of, model_of
 from shardplan.diagnostics import Diagnostic, PlanError, Severity, errors
 from shardplan.dry_run.run import dry_run
+from shardplan.inventory import take_inventory
+from shardplan.lower import lower
 from shardplan.merge import read_plan
 from shardplan.mesh import parse_mesh
 from shardplan.references import build_meta_model
@@ -47,7 +52,7 @@ REAL = {  # what the checks look at: together they have every kind of module tha
 }
 REAL_MESHES = {"phi3": "dp=2,tp=2"}  # Phi-4 has 10 KV heads
 REAL_MESH = "dp=2,tp=4"
-CHUNK = 8
+CHUNK = 24
 DOCUMENT = Path(__file__).parents[1] / "docs" / "campaign.md"
 MODES = {"TP": False, "SP": True}
 
@@ -102,13 +107,14 @@ def classify(seen: Seen, base: Seen) -> tuple[str, str]:
 
 
 def seen_by_oracle(pool: Pool, chunk: list[Mutant], sequence_parallel: bool) -> list[Seen]:
-    """What rank 0 saw, and what is wrong on any rank; a chunk that hangs is looked at one by one."""
+    """What rank 0 saw, and what is wrong on any rank; a chunk that hangs is looked at by halves."""
     try:
-        by_rank = pool.run(4, oracle.look, chunk, sequence_parallel, timeout=60.0 + 10 * len(chunk))
+        by_rank = pool.run(4, oracle.look, chunk, sequence_parallel, timeout=60.0 + 5 * len(chunk))
     except PoolError as error:
         if len(chunk) == 1:
             return [Seen(f"hangs or dies: {str(error).splitlines()[0]}", None, False)]
-        return [seen for mutant in chunk for seen in seen_by_oracle(pool, [mutant], sequence_parallel)]
+        halves = chunk[: len(chunk) // 2], chunk[len(chunk) // 2 :]
+        return [seen for half in halves for seen in seen_by_oracle(pool, half, sequence_parallel)]
     together = []
     for per_rank in zip(*by_rank, strict=True):
         wrong = next((seen.wrong for seen in per_rank if seen.wrong), "")
@@ -142,15 +148,32 @@ def _asked(
 
 def _run(ranks: Ranks, mutant: Mutant, targets: list[Target | None]) -> tuple[bool, bool]:
     """Whether the dry run and the proof refuse, on some model, what the checks let pass."""
-    found = [
-        (
-            bool(dry_run(target, build_meta_model(model)).findings),
-            bool(prove(target, make_subject(model_of(model), target, ranks.size), ranks)),
-        )
-        for model, target in zip(REAL[mutant.plan], targets, strict=True)
-        if target is not None
-    ]
-    return any(raised for raised, _ in found), any(verified for _, verified in found)
+    run = [(model, target) for model, target in zip(REAL[mutant.plan], targets, strict=True) if target is not None]
+    raised = any(_raises(model, target) for model, target in run)
+    return raised, any(_refuted(model, target, ranks) for model, target in run)
+
+
+_KNOWN: dict[object, bool] = {}  # of what was run: mutants with one effect are run once
+
+
+def _once(key: object, compute: Callable[[], bool]) -> bool:
+    if key not in _KNOWN:
+        _KNOWN[key] = compute()
+    return _KNOWN[key]
+
+
+def _raises(model: str, target: Target) -> bool:
+    compiled = lower(target.resolved, target.mesh, sequence_parallel=target.sequence_parallel)
+    return _once(("dry run", model, effect(compiled)), lambda: bool(dry_run(target, build_meta_model(model)).findings))
+
+
+def _refuted(model: str, target: Target, ranks: Ranks) -> bool:
+    subject = make_subject(model_of(model), target, ranks.size)
+    with torch.device("meta"):
+        small = resolve(target.resolved.plan, take_inventory(subject.build()), target.resolved.styles)
+    compiled = lower(small, subject.mesh, sequence_parallel=target.sequence_parallel)
+    key = "proof", model, repr(subject.changes), effect(compiled)
+    return _once(key, lambda: bool(prove(target, subject, ranks)))
 
 
 def as_shipped(plan: str) -> Mutant:
@@ -240,7 +263,8 @@ misspelt, moved a level, a layout changed, an FSDP2 unit dropped or split, a wil
 An oracle (`tests/oracle.py`) applies each without asking the checks, on other models, sizes, seeds and meshes than
 `--verify` uses, and compares logits, loss, every gradient, replicas and the gradient norm with the unsharded model.
 *Wrong*: numbers change, or it crashes. *Wasteful*: numbers hold, but memory or communication suffer, or what was
-written does nothing or states a layout that is not there. *Harmless*: neither. Each mutant counts once in each mode.
+written does nothing or states a layout that is not there. *Harmless*: neither. Each mutant counts once in each mode;
+those that compile to the same are run once (`tests/alike.py`).
 *Named*: refused, or said in a warning or a note. The runs look only at what `--check` lets pass. Checks and dry runs
 are of models of real width with a few layers of every kind (`tests/real_models.py`).
 """

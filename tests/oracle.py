@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten
 
 import parity
 import tiny_models
+from alike import effect
 from counting import Counting
 from mutants import Mutant
 from parity import Batch
@@ -96,7 +97,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Seen:
-    """What was seen of one mutant in one mode: what is wrong, what it costs, whether its rule does anything."""
+    """What was seen of one mutant in one mode: what is wrong, what it costs, whether its rule does nothing."""
 
     wrong: str
     cost: Cost | None
@@ -106,12 +107,12 @@ class Seen:
 class Watch:
     """Whether a gradient passes any edge that a rule states: where none does, nothing reads what it converts."""
 
-    def __init__(self, sharded: nn.Module, edges: Iterable[tuple[CompiledModule, str]]) -> None:
-        self.edges = 0
+    def __init__(self, sharded: nn.Module, edges: Sequence[tuple[str, str]]) -> None:
+        """``edges``: modules by path, and which side of them."""
+        self.edges = edges
         self.passed = 0
-        for compiled, side in edges:
-            self.edges += 1
-            module = sharded.get_submodule(compiled.path)
+        for path, side in edges:
+            module = sharded.get_submodule(path)
             if side == "input":
                 module.register_forward_pre_hook(lambda _, args, kwargs: self._follow((args, kwargs)), with_kwargs=True)
             else:
@@ -127,12 +128,15 @@ class Watch:
 
     @property
     def useless(self) -> bool:
-        return self.edges > 0 and self.passed == 0
+        return bool(self.edges) and self.passed == 0
 
 
 def look(mutants: list[Mutant], sequence_parallel: bool) -> list[Seen]:
     """On each rank, one mutant after the other; a mutant that raises on one rank does so on all of them."""
     return [_look(mutant, sequence_parallel) for mutant in mutants]
+
+
+_KNOWN: dict[object, Seen] = {}  # of what was run: mutants with one effect, and one edge to watch, are run once
 
 
 def _look(mutant: Mutant, sequence_parallel: bool) -> Seen:
@@ -145,18 +149,33 @@ def _look(mutant: Mutant, sequence_parallel: bool) -> Seen:
             resolved = resolve(read_plan(path), take_inventory(model))
         except ValueError as refused:
             return Seen(f"no plan: {refused}", None, False)
-    idle = False
     try:
-        mesh = build_mesh(MESH)
         compiled = lower(resolved, parse_mesh(MESH), sequence_parallel=sequence_parallel)
         idle = _idle(resolved, compiled, mutant.written, sequence_parallel)
+    except Exception as error:  # noqa: BLE001 - as below
+        return Seen(_raised(error), None, False)
+    stated = tuple((lowered.path, side) for lowered, side in _stated(resolved, compiled, mutant.written))
+    key = name, effect(compiled), stated
+    if key not in _KNOWN:
+        _KNOWN[key] = _run(name, model, compiled, stated)
+    seen = _KNOWN[key]
+    return replace(seen, idle=seen.idle or idle)
+
+
+def _run(name: str, model: nn.Module, compiled: CompiledPlan, stated: Sequence[tuple[str, str]]) -> Seen:
+    try:
+        mesh = build_mesh(MESH)
         sharded = apply(model, compiled, mesh)
         faults = _faults(parity.kept(name, {}), sharded, mesh)
-        watch = Watch(sharded, _stated(resolved, compiled, mutant.written))
+        watch = Watch(sharded, stated)
         cost = _cost(sharded, compiled, mesh)
-        return Seen(faults[0] if faults else "", cost, idle or watch.useless)
+        return Seen(faults[0] if faults else "", cost, watch.useless)
     except Exception as error:  # noqa: BLE001 - that it raises is what is to be found out
-        return Seen(f"raises {type(error).__name__}: {str(error)[:200]}", None, idle)
+        return Seen(_raised(error), None, False)
+
+
+def _raised(error: Exception) -> str:
+    return f"raises {type(error).__name__}: {str(error)[:200]}"
 
 
 def _faults(reference: parity.Reference, sharded: nn.Module, mesh: parity.DeviceMesh) -> list[str]:

@@ -24,7 +24,7 @@ from pool import build_mesh
 from shardplan import apply_plan, cross_entropy
 from shardplan.apply import applied_to
 from shardplan.mesh import parse_mesh
-from shardplan.weights import Stored, stored_parameters
+from shardplan.weights import Stored, copies_of, stored_parameters
 
 T = TypeVar("T")
 
@@ -264,9 +264,9 @@ def compare_training(
     expected = reference.trained(batches)
     train(sharded, batches, mesh)
     yield from different_replicas({name: p.detach() for name, p in sharded.named_parameters()})
-    trained = stored_parameters(sharded)
+    differences = norms_of_differences(stored_parameters(sharded), expected)
     for name, parameter in expected.items():
-        difference = (trained[name].whole() - parameter).norm().item()
+        difference = differences[name]
         allowed = tolerances.PARAMETER * parameter.norm().item() + tolerances.PARAMETER_LR * LR * sqrt(
             parameter.numel()
         )
@@ -304,20 +304,31 @@ def accumulate(
 
 
 def same_gradients(reference: nn.Module | Mapping[str, Tensor], sharded: nn.Module) -> Iterator[str]:
-    """Every gradient of the reference against the gathered one; replicas are compared before any gather."""
+    """Every gradient of the reference against the sharded one, and replicas against each other."""
     expected = gradients_of(reference) if isinstance(reference, nn.Module) else reference
     yield from different_replicas({name: p.grad for name, p in sharded.named_parameters() if p.grad is not None})
-    stored = stored_in(sharded)
+    found = {name: stored.gradient() for name, stored in stored_in(sharded).items() if name in expected}
+    given = {name: gradient for name, gradient in found.items() if gradient is not None}
+    yield from (f"gradient of {name} is missing" for name in expected if name not in given)
+    differences = norms_of_differences(given, {name: expected[name] for name in given})
     total = sqrt(sum(gradient.norm().item() ** 2 for gradient in expected.values()))
-    for name, wanted in expected.items():
-        gradient = stored[name].gradient()
-        if gradient is None:
-            yield f"gradient of {name} is missing"
-            continue
-        difference = (gradient - wanted).norm().item()
+    for name, difference in differences.items():
+        wanted = expected[name]
         allowed = tolerances.GRADIENT * wanted.norm().item() + tolerances.GRADIENT_FLOOR * total
         if not difference <= allowed:
             yield f"gradient of {name} is off by {difference / (wanted.norm().item() + 1e-30):.1e} of its norm"
+
+
+def norms_of_differences(sharded: Mapping[str, Stored], expected: Mapping[str, Tensor]) -> dict[str, float]:
+    """Between whole tensors: each rank looks at its range of them, the squares are added, and copies count once."""
+    device = next((tensor.device for tensor in expected.values()), torch.device("cpu"))
+    squares = torch.zeros(len(expected), dtype=torch.float64, device=device)
+    for number, (name, wanted) in enumerate(expected.items()):
+        for part, (held, own) in zip(sharded[name].parts, sharded[name].beside(wanted), strict=True):
+            squares[number] += (held - own).norm().double() ** 2 / copies_of(part)
+    if dist.is_initialized():
+        dist.all_reduce(squares)
+    return dict(zip(expected, squares.sqrt().tolist(), strict=True))
 
 
 def stored_in(model: nn.Module) -> dict[str, Stored]:

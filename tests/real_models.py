@@ -40,16 +40,21 @@ def gpt2() -> nn.Module:
 
 
 def nemotron_h() -> nn.Module:
-    """Nemotron Nano 9B v2, up to its first attention."""
-    config = load_config("nemotron-nano-9b-v2")
-    return _built(config, 1 + config.layer_types.index("full_attention"))
+    """Nemotron Nano 9B v2."""
+    return _hybrid(load_config("nemotron-nano-9b-v2"), "mlp")
 
 
 def nemotron_h_with_latent_experts() -> nn.Module:
-    """Nemotron 3 Nano with projections around its experts, up to the experts behind its first attention."""
+    """Nemotron 3 Nano with projections around its experts."""
     config: Any = load_config("nemotron-3-nano-30b-a3b")
     config.moe_latent_size = LATENT
-    return _built(config, 2 + config.layer_types.index("full_attention"))
+    return _hybrid(config, "moe")
+
+
+def _hybrid(config: Any, ffn: str) -> nn.Module:
+    """Each kind of block twice, but for attention."""
+    config.layer_types = ["linear_attention", ffn, "linear_attention", "full_attention", ffn]
+    return _built(config, 5)
 
 
 def _built(config: Any, layers: int) -> nn.Module:

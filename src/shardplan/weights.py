@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
@@ -27,10 +29,21 @@ class Stored:
         """Gathered, and a tensor of its own; every rank calls it."""
         return join(tuple(part.detach() for part in self.parts), self.dim)
 
-    def gradient(self) -> Tensor | None:
-        """Of the whole, gathered; every rank calls it. None where no part has one."""
+    def gradient(self) -> Stored | None:
+        """What is kept for its gradient; None where a part has none."""
         grads = tuple(part.grad for part in self.parts if part.grad is not None)
-        return join(grads, self.dim) if len(grads) == len(self.parts) else None
+        return Stored(self.name, grads, self.dim) if len(grads) == len(self.parts) else None
+
+    def beside(self, whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """What this rank holds of each part, beside the same range of ``whole``, a tensor of `shape`; nothing is sent.
+
+        Either shares its memory.
+        """
+        lengths = [part.shape[self.dim] for part in self.parts] if len(self.parts) > 1 else None
+        for part, there in zip(self.parts, whole.split(lengths, self.dim) if lengths else (whole,), strict=True):
+            held, own = local(part), there[own_box(part)]
+            assert held.shape == own.shape, f"{self.name}: a rank holds {tuple(held.shape)}, not {tuple(own.shape)}"
+            yield held, own
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -116,7 +129,8 @@ def load_hf_state_dict(model: nn.Module, tensors: Mapping[str, Tensor] | Iterabl
         seen[name] = tuple(tensor.shape)
         entry = stored.get(name)
         if entry is not None and entry.shape == seen[name]:
-            _load(entry, tensor)
+            for held, own in entry.beside(tensor):
+                held.copy_(own)
     _refuse(stored, seen)
 
 
@@ -124,12 +138,6 @@ def join(parts: tuple[Tensor, ...], dim: int) -> Tensor:
     """The whole tensor of its parts, each gathered: a tensor of its own."""
     whole = [part.full_tensor() if isinstance(part, DTensor) else part for part in parts]
     return torch.cat(whole, dim) if len(whole) > 1 else whole[0].detach().clone()
-
-
-def _load(entry: Stored, tensor: Tensor) -> None:
-    lengths = [part.shape[entry.dim] for part in entry.parts] if len(entry.parts) > 1 else None
-    for part, whole in zip(entry.parts, tensor.split(lengths, entry.dim) if lengths else (tensor,), strict=True):
-        local(part).copy_(whole[own_box(part)])
 
 
 def own_box(part: Tensor) -> tuple[slice, ...]:
@@ -146,6 +154,14 @@ def own_box(part: Tensor) -> tuple[slice, ...]:
                 rank, chunk = part.device_mesh.get_local_rank(axis), -(-len(held[dim]) // part.device_mesh.size(axis))
                 held[dim] = held[dim][rank * chunk : (rank + 1) * chunk]
     return tuple(slice(along.start, along.stop) for along in held)
+
+
+def copies_of(part: Tensor) -> int:
+    """How many ranks hold the same of a tensor as this one does."""
+    if not isinstance(part, DTensor):
+        return dist.get_world_size() if dist.is_initialized() else 1
+    axes = [axis for axis, placement in enumerate(part.placements) if placement == Replicate()]
+    return prod(part.device_mesh.size(axis) for axis in axes)
 
 
 def local(part: Tensor) -> Tensor:

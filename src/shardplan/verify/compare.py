@@ -23,6 +23,7 @@ from shardplan.resolve import resolve
 from shardplan.styles import Style
 from shardplan.verify.activations import first_difference
 from shardplan.verify.batches import Batches, whole
+from shardplan.verify.distances import distances
 from shardplan.verify.replicas import unequal_replicas
 from shardplan.verify.rounding import Rounding
 from shardplan.verify.trail import Trail
@@ -196,12 +197,13 @@ class _Pair:
     def training(self) -> Iterator[Deviation]:
         self._train(self.reference)
         self._train(self.sharded)
-        parameters = {name: parameter.detach() for name, parameter in self.sharded.named_parameters()}
-        yield from map(_unequal, unequal_replicas(parameters))
-        trained = stored_parameters(self.sharded)
+        trained = {name: parameter.detach() for name, parameter in self.sharded.named_parameters()}
+        yield from map(_unequal, unequal_replicas(trained))
         rounding = Rounding(self.build, self._trained_alone)
-        for name, wanted in reversed(list(self.reference.named_parameters())):
-            difference = (trained[name].whole() - wanted.detach()).norm().item()
+        parameters = {name: parameter.detach() for name, parameter in self.reference.named_parameters()}
+        differences = distances(stored_parameters(self.sharded), parameters)
+        for name, wanted in reversed(parameters.items()):
+            difference = differences[name]
             allowed = PARAMETER * wanted.norm().item() + PARAMETER_LR * LR * sqrt(wanted.numel())
             if not difference <= allowed and not rounding.explains_norm(name, difference):
                 yield Deviation("parameter", name, f"off by {difference:.1e}", "")
@@ -234,17 +236,17 @@ class _Pair:
         """
         grads = {name: p.grad for name, p in self.sharded.named_parameters() if p.grad is not None}
         yield from map(_unequal, unequal_replicas(grads))
-        stored = stored_parameters(self.sharded)
         wanted = {name: p.grad for name, p in self.reference.named_parameters() if p.grad is not None}
+        found = {name: stored.gradient() for name, stored in stored_parameters(self.sharded).items() if name in wanted}
+        given = {name: gradient for name, gradient in found.items() if gradient is not None}
+        differences = distances(given, {name: wanted[name] for name in given})
         total = sqrt(sum(grad.norm().item() ** 2 for grad in wanted.values()))
         rounding = Rounding(self.build, lambda model: _gradients_after(compute, model))
         for name, expected in reversed(list(wanted.items())):
-            gradient = stored[name].gradient()
-            if gradient is None:
+            if name not in given:
                 yield Deviation("gradient", name, "missing", "")
                 continue
-            size = expected.norm().item()
-            difference = (gradient - expected).norm().item()
+            size, difference = expected.norm().item(), differences[name]
             if not difference <= GRADIENT * size + FLOOR * total and not rounding.explains_norm(name, difference):
                 yield Deviation("gradient", name, f"off by {100 * difference / (size + 1e-30):.2g} % of its norm", "")
 
