@@ -15,10 +15,16 @@ from hypothesis import strategies as st
 
 from broken_models import TINY
 from mutants import LAYOUTS, STYLE_WORDS
-from shardplan import PlanError, check_plan
+from shardplan import PlanError
+from shardplan.check import check
+from shardplan.checks.target import Target
 from shardplan.cli import command
-from shardplan.diagnostics import CODES
+from shardplan.diagnostics import CODES, errors
+from shardplan.inventory import Inventory, take_inventory
+from shardplan.lower import lower
 from shardplan.merge import read_plan
+from shardplan.mesh import parse_mesh
+from shardplan.resolve import resolve
 from tiny_models import build_meta
 
 TOKENS = (
@@ -115,7 +121,11 @@ def test_no_plan_is_beyond_an_answer(plan: Any, mesh: str, mode: str) -> None:
 BUILT = {"llama": "llama", "qwen2": "qwen3", "gemma3": "gemma3-vision", "phi3": "phi3", "gpt2": "gpt2",
          "nemotron_h": "nemotron-h"}  # fmt: skip
 RULES = [(plan, rule.pattern.text) for plan in BUILT for rule in read_plan(plan).rules]
-model_of = cache(build_meta)
+
+
+@cache
+def inventory_of(model: str) -> Inventory:
+    return take_inventory(build_meta(model))
 
 
 @many
@@ -124,14 +134,18 @@ def test_no_rule_on_top_of_a_shipped_plan_is_beyond_an_answer(
     rule: tuple[str, str], value: Any, mesh: str, sequence_parallel: bool
 ) -> None:
     plan, pattern = rule
+    target, found = None, ()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.yaml"
         path.write_text(yaml.safe_dump({"format": 1, "extends": plan, "rules": {pattern: value}}))
         try:
-            found = check_plan(path, model_of(BUILT[plan]), mesh, sequence_parallel=sequence_parallel)
+            target = Target(resolve(read_plan(path), inventory_of(BUILT[plan])), parse_mesh(mesh), sequence_parallel)
+            found = check(target)
         except PlanError as refused:
             found = refused.diagnostics
     assert all(finding.code in CODES for finding in found)
+    if target is not None and not errors(found):
+        lower(target.resolved, target.mesh, sequence_parallel=sequence_parallel)
 
 
 @many

@@ -92,6 +92,7 @@ def test_units_that_separate_tied_parameters_are_located_in_the_upper_layer(tmp_
         ),
         (".layers.0", MISPLACED_NORM, "nothing cuts the residual stream"),
         (".rotary_emb", "block", "model.rotary_emb takes stream, but finds replicate, and gives stream where"),
+        (".rotary_emb", "{output: stream -> shard(-1)}", "output of model.rotary_emb: there is no collective from"),
         ("lm_head", MISPLACED_NORM, "sequence_parallel gives stream, but the rule for lm_head says output"),
         ("lm_head", "{style: sequence_parallel, input: replicate -> stream}", "the residual stream is cut more"),
         (".embed_tokens", MISPLACED_NORM, "the residual stream is cut more than once"),
@@ -100,7 +101,7 @@ def test_units_that_separate_tied_parameters_are_located_in_the_upper_layer(tmp_
 )
 def test_one_wrong_edge_is_one_finding(tmp_path: Path, pattern: str, value: str, message: str) -> None:
     edges = [finding for finding in said(tmp_path, pattern, value) if finding.code == "SP204"]
-    assert [finding.message.startswith(message) for finding in edges] == [True]
+    assert [(finding.message.startswith(message), finding.severity) for finding in edges] == [(True, Severity.ERROR)]
     assert str(edges[0].where) == f"{tmp_path}/plan.yaml:4:3"
 
 

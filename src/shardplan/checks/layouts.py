@@ -280,5 +280,9 @@ def fault(
 def _only_stated(target: Target, module: ResolvedModule) -> bool:
     """Whether the output of position tables, which takes part in no layout, is named otherwise but not converted."""
     given = output_conversion(module)
-    positions = module.style is not None and module.style.positions
-    return positions and not (given and _converts(target, module, given))
+    if module.style is None or not module.style.positions:
+        return False
+    try:
+        return given is None or _lowered(module, given).in_mode(target.sequence_parallel) is None
+    except UnsupportedConversionError:
+        return False
