@@ -44,7 +44,7 @@ def only(name: str, plan: Any = PLAN, **options: Any) -> Explanation:
 
 def rules(folder: Path, *lines: str) -> Path:
     path = folder / "upper.yaml"
-    path.write_text("format: 1\nrules:\n" + "".join(f"  {line}\n" for line in lines))
+    path.write_text("format: 1\nrules:\n" + "".join(f"  {line}\n" for line in lines) + "fallback: none\n")
     return path
 
 
@@ -179,20 +179,20 @@ def test_the_text() -> None:
         == """\
 model.norm (module, LlamaRMSNorm)
   rules, in order of precedence:
-    -> model.norm: sequence_parallel, output: stream -> replicate  plans/llama.yaml:16:3 [shipped]
+    -> model.norm: sequence_parallel, output: stream -> replicate  plans/llama.yaml:17:3 [shipped]
   output: stream -> replicate
     tensor parallel: nothing
     sequence parallel: all_gather in the forward, reduce_scatter_mean in the backward
   weight (32): replicate, gradient on each rank: partial while the stream is cut
-    decided by model.norm (plans/llama.yaml:16:3)
+    decided by model.norm (plans/llama.yaml:17:3)
   FSDP2 unit: the model
 
 model.layers.[0-1].mlp.up_proj (2 modules, Linear)
   rules, in order of precedence:
-    -> model.layers.*.mlp.up_proj: colwise  plans/llama.yaml:14:3 [shipped]
+    -> model.layers.*.mlp.up_proj: colwise  plans/llama.yaml:15:3 [shipped]
   block: model.layers.*.mlp, whose edges serve it
   weight (48 x 32): shard(0)
-    decided by model.layers.*.mlp.up_proj (plans/llama.yaml:14:3)
+    decided by model.layers.*.mlp.up_proj (plans/llama.yaml:15:3)
   FSDP2 unit: model.layers.*
 
 """

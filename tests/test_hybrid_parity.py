@@ -222,7 +222,7 @@ def test_a_part_of_a_mixer_is_not_cut_in_another_way(
     """Wrong numbers without an error, or shapes that fit nowhere, would be the result."""
     (found,) = findings(overrides, sequence_parallel)
     assert found.severity is Severity.ERROR
-    assert found.message == f"{message} (see plans/nemotron_h.yaml:12:3)" or found.message == message
+    assert found.message == f"{message} (see plans/nemotron_h.yaml:13:3)" or found.message == message
 
 
 def test_a_part_may_be_named_as_the_style_has_it() -> None:

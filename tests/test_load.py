@@ -5,8 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from shardplan.diagnostics import Location, PlanError
+from shardplan.from_python import plan_from_dict
 from shardplan.layouts import REPLICATE, STREAM, Conversion
 from shardplan.load import load_plan
 from shardplan.merge import merge, resolve_layers
@@ -109,12 +111,31 @@ def test_findings_of_yaml_and_of_types_come_together(tmp_path: Path) -> None:
     assert [finding.split()[2] for finding in findings(path)] == ["SP008:", "SP005:"]
 
 
-@pytest.mark.parametrize("line", ["extends: hf", "fallback: hf"])
-def test_transformers_own_plan_is_a_layer(tmp_path: Path, line: str) -> None:
-    plan = load_plan(write(tmp_path, f"format: 1\n{line}\n"))
+def test_transformers_own_plan_is_a_layer(tmp_path: Path) -> None:
+    plan = load_plan(write(tmp_path, "format: 1\nextends: hf\n"))
     assert plan.over_hf
     assert merge(resolve_layers(plan)).over_hf
     assert not load_plan("llama").over_hf
+
+
+@pytest.mark.parametrize(
+    ("said", "filled"),
+    [
+        ("", True),
+        ("fallback: hf", True),
+        ("fallback: none", False),
+        ("extends: llama", False),
+        ("{extends: llama, fallback: hf}", True),
+        ("extends: hf", False),
+    ],
+)
+def test_transformers_own_plan_fills_unless_told_not_to(tmp_path: Path, said: str, filled: bool) -> None:
+    document = {"format": 1, **(yaml.safe_load(said) or {})}
+    assert merge(resolve_layers(load_plan(write(tmp_path, yaml.safe_dump(document))))).filled is filled
+
+
+def test_a_dict_is_filled_by_nobody() -> None:
+    assert not plan_from_dict({"lm_head": "colwise"}).filled
 
 
 def test_a_missing_file(tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ rules:
   lm_head: {style: colwise, output: shard(-1)}
 fsdp:
   units: {".layers.*": {}}
+fallback: none
 """
 RULES = dict(line.strip().split(": ", 1) for line in PLAN.splitlines() if line.startswith("  ") and "units" not in line)
 

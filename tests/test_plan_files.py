@@ -43,7 +43,9 @@ def build(model: Any, config: Any) -> nn.Module:
 
 def plan_of(folder: Path, *rules: str) -> Path:
     path = folder / "plan.yaml"
-    path.write_text("format: 1\nroot: [model]\nrules:\n" + "".join(f"  {rule}\n" for rule in rules))
+    path.write_text(
+        "format: 1\nroot: [model]\nrules:\n" + "".join(f"  {rule}\n" for rule in rules) + "fallback: none\n"
+    )
     return path
 
 

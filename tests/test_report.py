@@ -144,7 +144,7 @@ def test_a_tied_parameter_is_covered_by_the_rule_of_its_first_name() -> None:
 
 def test_a_rule_over_both_ends_of_a_tied_pair_counts_it_once(tmp_path: Path) -> None:
     plan = tmp_path / "plan.yaml"
-    plan.write_text('format: 1\nrules:\n  "**": null\n')
+    plan.write_text('format: 1\nfallback: none\nrules:\n  "**": null\n')
     tied = report(plan=plan, tie_word_embeddings=True)
     assert [entry.nbytes.whole for entry in tied.rules] == [4 * tied.parameters]
 

@@ -26,7 +26,7 @@ from shardplan.checks.side import (
 from shardplan.checks.sizes import check_dims, check_expert_rows, check_head_counts, check_heads, check_shared_heads
 from shardplan.checks.stream import check_stream
 from shardplan.checks.target import Target
-from shardplan.checks.transformers import check_known_wrong, check_left_by_transformers, check_unmatched
+from shardplan.checks.transformers import check_filled, check_known_wrong, check_left_by_transformers, check_unmatched
 from shardplan.checks.units import check_units
 from shardplan.diagnostics import Diagnostic
 
@@ -38,6 +38,7 @@ CHECKS: tuple[Check, ...] = (
     check_dead_rules,
     check_left_by_transformers,
     check_unmatched,
+    check_filled,
     check_rule_ties,
     check_claims,
     check_kinds,

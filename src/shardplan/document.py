@@ -260,5 +260,5 @@ class PlanFile(Options):
         default=None, description="the plan below: a shipped name, or a path relative to this file"
     )
     fallback: Said[Literal["hf", "none"]] = Field(
-        default=None, description="whether transformers' own plan fills what is left"
+        default=None, description="whether transformers' own plan fills what is left; it does by default"
     )

@@ -105,7 +105,7 @@ class _Build:
             extends=file.extends,
             extends_where=self.source.locate(("extends",)) if file.extends else None,
             fallback=file.fallback,
-            over_hf="hf" in (file.extends, file.fallback),
+            over_hf=file.extends == "hf",
         )
         return plan, self.findings
 

@@ -58,6 +58,11 @@ class Rule:
         return (self.style, self.input, self.output, self.dim, self.sections, self.local_sizes, self.native)
 
     @property
+    def of_hf(self) -> bool:
+        """Whether it comes from transformers' own plan, completed."""
+        return self.layer.kind == "hf"
+
+    @property
     def spoken(self) -> str:
         """The same for people, as a plan writes it; a torch style by its class."""
         options = {
@@ -128,7 +133,8 @@ class Plan:
         extends_where: where that is written; of a merged plan, where its highest layer that has one names the others.
         rank: that of the plan's own layer, the highest; what layers below it say is inherited.
         omits_silently: written as a Python dict, whose convention is that what it does not name is replicated.
-        fallback: ``hf`` lets the model's own tp_plan fill modules on which no rule spoke; ``none`` does not.
+        fallback: ``hf``, the default, lets the model's own tp_plan fill modules on which no rule spoke; ``none`` does
+            not.
         over_hf: the model's own tp_plan, completed, is the lowest layer; it is known once there is a model.
         unmatched: its keys that match nothing in the model.
     """
@@ -153,6 +159,11 @@ class Plan:
     unmatched: tuple[str, ...] = ()
     omits_silently: bool = False
     rank: int = 0
+
+    @property
+    def filled(self) -> bool:
+        """Whether the model's own tp_plan fills what no rule speaks of, without being a layer that was asked for."""
+        return not self.over_hf and not self.omits_silently and self.fallback != "none"
 
     @property
     def speaks_of_stream(self) -> bool:

@@ -7,7 +7,7 @@ reaches down is compared as if its pattern ended in ``.**``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Generic, TypeVar
@@ -174,12 +174,14 @@ class ResolvedPlan:
 
 def resolve(plan: Plan, inventory: Inventory, styles: Mapping[str, Style] = STYLES) -> ResolvedPlan:
     """Lay ``plan`` over ``inventory``. Nothing is refused here: what does not fit is kept as data for `check`."""
-    if plan.over_hf:
+    if inventory.tp_plan and (plan.over_hf or plan.filled):
         plan = below(plan, hf_plan(inventory))
     root = find_root(plan, inventory)
     names = _names(inventory)
     rules = tuple(Matched(rule, _match(rule.pattern, root, names)) for rule in plan.rules)
     candidates = _candidates(rules, styles, inventory)
+    if plan.filled:
+        candidates = dict(_without_blocks_around_written(candidates, inventory))
     ties: list[Tie] = []
     resolver = _Resolver(candidates, ties)
     modules = tuple(resolver.module(info) for info in inventory.modules)
@@ -252,6 +254,22 @@ def _candidates(
                     candidate = Candidate(matched.line, match.alternative, part, direct=True, part=True)
                     found.setdefault(f"{fqn}.{name}", []).append(candidate)
     return found
+
+
+def _without_blocks_around_written(
+    candidates: Mapping[str, list[Candidate]], inventory: Inventory
+) -> Iterator[tuple[str, list[Candidate]]]:
+    """A block of transformers' plan would take over the edges of linears that the user has written: it fills nothing.
+
+    Where they are written in part only, `check_filled` says so.
+    """
+    linears = (module.fqn for module in inventory.modules if module.kind.is_linear)
+    written = (fqn for fqn in linears if any(not c.rule.of_hf for c in candidates.get(fqn, ())))
+    around = {above for fqn in written for above in ancestors(fqn)}
+    for fqn, found in candidates.items():
+        fills_around = (c.rule.of_hf and c.style is not None and c.style.opens_block for c in found)
+        kept = [c for c, block in zip(found, fills_around, strict=True) if not (block and fqn in around)]
+        yield fqn, kept
 
 
 class _Resolver:

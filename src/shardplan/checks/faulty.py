@@ -144,8 +144,10 @@ class FaultyRules:
 
     @cached_property
     def spoken(self) -> frozenset[str]:
-        """Names that some rule matches."""
-        return frozenset(fqn for matched in self._resolved.rules for fqn in matched.fqns)
+        """Names that some rule matches, and not only one that fills."""
+        filled = self._resolved.plan.filled
+        written = (matched for matched in self._resolved.rules if not (filled and matched.line.of_hf))
+        return frozenset(fqn for matched in written for fqn in matched.fqns)
 
     @cached_property
     def spoken_around(self) -> frozenset[str]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from shardplan.checks.names import general
-from shardplan.checks.target import Target, count, listed
+from shardplan.checks.target import Target, count, listed, size
 from shardplan.diagnostics import Diagnostic, Severity
 from shardplan.hf.known import KNOWN_WRONG
 from shardplan.hf.structure import language_model
+from shardplan.resolve import ResolvedParameter
 from shardplan.styles import Split
 
 MUCH = 0.1  # of a model's parameters beside its ends
@@ -17,7 +18,7 @@ MUCH = 0.1  # of a model's parameters beside its ends
 def check_known_wrong(target: Target) -> Iterator[Diagnostic]:
     """SP106: transformers' own plan for this model is known to come out wrong."""
     model = target.resolved.inventory.architectures[0]
-    wrong = KNOWN_WRONG.get(model) if target.resolved.plan.over_hf and target.mesh.has_tp else None
+    wrong = KNOWN_WRONG.get(model) if target.mesh.has_tp and any(_of_hf(target)) else None
     if wrong is not None and (target.sequence_parallel or not wrong.on_cut_stream_alone):
         mode = " under sequence parallelism" if wrong.on_cut_stream_alone else ""
         instead = "turn sequence parallelism off" if wrong.on_cut_stream_alone else "write a plan of your own"
@@ -37,11 +38,11 @@ def check_left_by_transformers(target: Target) -> Iterator[Diagnostic]:
     Of the language model: what stands beside it stays whole on purpose, and `check_towers` says so.
     """
     resolved, ends = target.resolved, (target.resolved.inventory.embedding, target.resolved.inventory.head)
-    if not resolved.plan.over_hf or not target.mesh.has_tp:
+    if not target.mesh.has_tp:
         return
     inside = [m for m in resolved.modules if m.fqn.startswith(language_model(resolved.inventory)) and m.fqn not in ends]
     body = [parameter for module in inside for parameter in module.parameters]
-    whole = [p for p in body if p.claim and p.claim.layer.kind == "hf" and p.style and p.style.split is Split.NONE]
+    whole = [p for p in body if p.claim and p.claim.of_hf and p.style and p.style.split is Split.NONE]
     share = sum(p.info.numel for p in whole) / max(sum(p.info.numel for p in body), 1)
     if share > MUCH:
         largest = sorted(whole, key=lambda p: -p.info.numel)
@@ -64,15 +65,63 @@ def check_unmatched(target: Target) -> Iterator[Diagnostic]:
     A note, since nobody can mend a plan that comes with transformers.
     """
     model, keys = target.resolved.inventory.architectures[0], target.resolved.plan.unmatched
-    if not keys:
+    if not keys or target.resolved.plan.filled:
         return
-    shown = listed([*keys[:3], *([f"{len(keys) - 3} more"] if len(keys) > 3 else [])])
     yield Diagnostic(
         "SP102",
         f"{count(len(keys), 'key')} of transformers' own plan for {model} {'match' if len(keys) > 1 else 'matches'} "
-        f"nothing in it: {shown}",
+        f"nothing in it: {_first(keys)}",
         where=target.resolved.plan.where,
         subject=keys[0],
         hint="nothing to do where the model has no such module",
         severity=Severity.NOTE,
     )
+
+
+def check_filled(target: Target) -> Iterator[Diagnostic]:
+    """SP203, SP104: what transformers' plan fills is said, and it completes nothing that is written in part."""
+    if not target.resolved.plan.filled:
+        return
+    for group in target.groups:
+        cut = [member for member in group.members if member.role != "whole"]
+        filled = [member for member in cut if member.rule is not None and member.rule.of_hf]
+        written = [member for member in group.members if member.rule is not None and not member.rule.of_hf]
+        if written and filled:
+            given, others = (listed(m.name for m in members) for members in (written, filled))
+            yield Diagnostic(
+                "SP203",
+                f"{given} of {group.name} {_are(written)} written, and transformers' own plan would add {others}",
+                where=target.where(*(member.rule for member in written)),
+                subject=general(group.owner.fqn),
+                expected="rules for all linears that work together, or for none",
+                hint=f"write {others}, too, or leave {given} to transformers' plan",
+            )
+    claimed = list(_of_hf(target))
+    if claimed:
+        names = list(dict.fromkeys(general(parameter.info.fqn.rpartition(".")[0]) for parameter in claimed))
+        nbytes = sum(parameter.info.nbytes for parameter in claimed)
+        yield Diagnostic(
+            "SP104",
+            f"transformers' own plan decides about {count(len(claimed), 'parameter')} ({size(nbytes)}) of which no "
+            f"rule speaks: {_first(names)}",
+            where=target.resolved.plan.where,
+            subject=names[0],
+            expected="",
+            hint="`plan-compile` prints what it says of them as [hf]; `fallback: none` leaves them alone",
+            severity=Severity.NOTE,
+        )
+
+
+def _of_hf(target: Target) -> Iterator[ResolvedParameter]:
+    """The parameters about which transformers' plan, completed, decides."""
+    parameters = (p for module in target.resolved.modules for p in module.parameters)
+    yield from (p for p in parameters if p.claim is not None and p.claim.of_hf)
+
+
+def _first(names: Sequence[str]) -> str:
+    more = len(names) - 3
+    return listed([*names[:3], *([f"{more} more"] if more > 0 else [])])
+
+
+def _are(members: Sequence[object]) -> str:
+    return "is" if len(members) == 1 else "are"

@@ -87,11 +87,11 @@ def _texts(fqns: Iterable[str], everything: Mapping[str, int]) -> Iterator[str]:
 
 
 def below(plan: Plan, lowest: Plan) -> Plan:
-    """``plan`` with the rules and units of ``lowest`` under its own."""
+    """``plan`` with the rules and units of ``lowest`` under its own; units that only fill, where it has none."""
     return replace(
         plan,
         rules=(*lowest.rules, *plan.rules),
-        units=(*lowest.units, *plan.units),
+        units=plan.units if plan.filled and plan.units else (*lowest.units, *plan.units),
         unmatched=lowest.unmatched,
         root_reshard=plan.root_reshard if plan.root_reshard is not None else lowest.root_reshard,
     )

@@ -1,0 +1,115 @@
+"""What a plan leaves open is filled by transformers' own: said, whole groups at a time, and right by numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import parity
+import tiny_models
+from parity import Batch, Case
+from pool import Pool
+from shardplan import check_plan, compile_plan
+from shardplan.compiled import CompiledPlan
+from shardplan.diagnostics import Diagnostic, Severity
+from shardplan.facts import in_situation
+from shardplan.hf.known import KNOWN_WRONG, Wrong
+
+MLP = """\
+rules:
+  model.layers.*.mlp: block
+  model.layers.*.mlp.{gate,up}_proj: colwise
+  model.layers.*.mlp.down_proj: rowwise
+"""
+ATTENTION_WITHOUT_BLOCK = """\
+rules:
+  model.layers.*.self_attn.{q,k,v}_proj: colwise
+  model.layers.*.self_attn.o_proj: rowwise
+"""
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "plan.yaml"
+    path.write_text(f"format: 1\n{text}")
+    return path
+
+
+def said(folder: Path, text: str, **options: Any) -> list[Diagnostic]:
+    return list(check_plan(written(folder, text), tiny_models.build_meta("llama"), "dp=2,tp=2", **options))
+
+
+def compiled(plan: Any, *, sequence_parallel: bool = False) -> CompiledPlan:
+    return compile_plan(plan, tiny_models.build_meta("llama"), "dp=2,tp=2", sequence_parallel=sequence_parallel)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_plan_of_a_part_comes_to_the_shipped_one(tmp_path: Path, sequence_parallel: bool) -> None:
+    filled = compiled(written(tmp_path, MLP), sequence_parallel=sequence_parallel)
+    shipped = compiled("llama", sequence_parallel=sequence_parallel)
+    assert set(in_situation(filled)) ^ set(in_situation(shipped)) == set()
+
+
+def test_what_is_filled_is_said(tmp_path: Path) -> None:
+    (note,) = said(tmp_path, MLP)
+    assert (note.code, note.severity) == ("SP104", Severity.NOTE)
+    assert note.message == (
+        "transformers' own plan decides about 15 parameters (225.2 KiB) of which no rule speaks: model.embed_tokens, "
+        "model.layers.*.self_attn.q_proj, model.layers.*.self_attn.k_proj and 6 more"
+    )
+
+
+def test_without_the_fallback_it_is_missing(tmp_path: Path) -> None:
+    found = said(tmp_path, f"fallback: none\n{MLP}")
+    assert {finding.subject for finding in found if finding.severity is Severity.ERROR} == {
+        "model.embed_tokens", "model.layers.*.self_attn", "lm_head",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("left_out", ["v_proj", "o_proj"])
+def test_what_is_written_in_part_is_not_completed(tmp_path: Path, left_out: str) -> None:
+    text = ATTENTION_WITHOUT_BLOCK.replace("q,k,v", "q,k") if left_out == "v_proj" else ""
+    text = text or "\n".join(ATTENTION_WITHOUT_BLOCK.splitlines()[:-1]) + "\n"
+    first = next(finding for finding in said(tmp_path, text) if finding.severity is Severity.ERROR)
+    assert (first.code, str(first.where)) == ("SP203", f"{tmp_path}/plan.yaml:3:3")
+    assert first.message.endswith(f"are written, and transformers' own plan would add {left_out}")
+
+
+def test_written_in_part_by_a_name_that_does_not_exist_is_said_once(tmp_path: Path) -> None:
+    found = said(tmp_path, ATTENTION_WITHOUT_BLOCK.replace("o_proj", "o_prj"))
+    errors = [finding.code for finding in found if finding.severity is Severity.ERROR]
+    assert errors == ["SP102"]
+
+
+def test_no_block_is_put_around_what_is_written_without_one(tmp_path: Path) -> None:
+    modules = compiled(written(tmp_path, ATTENTION_WITHOUT_BLOCK)).by_fqn
+    assert modules["model.layers.0.self_attn.q_proj"].block is None
+    assert modules["model.layers.0.mlp.up_proj"].block == "model.layers.0.mlp"
+
+
+def test_units_are_filled_where_there_are_none(tmp_path: Path) -> None:
+    assert [unit.fqn for unit in compiled(written(tmp_path, MLP)).units] == ["model.layers.0", "model.layers.1"]
+    own = f"{MLP}fsdp: {{units: {{model.layers.0: {{}}}}}}\n"
+    assert [unit.fqn for unit in compiled(written(tmp_path, own)).units] == ["model.layers.0"]
+
+
+def test_a_plan_that_is_known_to_be_wrong_matters_where_it_fills(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(KNOWN_WRONG, "LlamaForCausalLM", Wrong("put here"))
+    assert "SP106" in {finding.code for finding in said(tmp_path, MLP)}
+    assert said(tmp_path, "extends: llama\nfallback: hf\n") == []
+
+
+def test_a_model_without_a_plan_is_filled_by_nothing(tmp_path: Path) -> None:
+    model = tiny_models.build_meta("gpt2")
+    found = check_plan(written(tmp_path, "rules: {lm_head: colwise}\n"), model, "tp=2")
+    assert {finding.code for finding in found if finding.severity is Severity.ERROR} >= {"SP104"}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("text", [MLP, ATTENTION_WITHOUT_BLOCK], ids=["mlp", "attention"])
+def test_what_is_filled_is_right(pool: Pool, tmp_path: Path, text: str) -> None:
+    case = Case("llama", "dp=2,tp=2", sequence_parallel=False, plan=written(tmp_path, text), training=False)
+    assert pool.run(4, parity.compare, case, [Batch(), Batch(length=5, mask=True)], shared=True) == [[]] * 4
