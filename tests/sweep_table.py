@@ -8,6 +8,7 @@ from pathlib import Path
 
 import transformers
 
+from refusals import REVIEWED
 from sweep_rows import EXACT, Row
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "coverage.md"
@@ -50,7 +51,19 @@ def table(rows: Iterable[Row], total: int) -> str:
     lines += [*_of_transformers([row for row in built if row.hf]), ""]
     lines += [_cells(HEADINGS), _cells(["---"] * len(HEADINGS))]
     lines += [_cells(_row_cells(row)) for row in listed]
+    lines += _refusals(listed)
     return "\n".join([*lines, *_flags([row for row in listed if row.flags is not None])]) + "\n"
+
+
+def _refusals(rows: Iterable[Row]) -> Iterator[str]:
+    """Why what is refused is refused: a property of the model."""
+    refused = [row.type for row in rows if "refused" in (row.tp.partition(":")[0], row.sp.partition(":")[0])]
+    if refused:
+        yield "\n## Refused, and why\n\nEach refusal was reviewed; its cause is a property of the model.\n"
+    for name in refused:
+        known = REVIEWED.get(name)
+        said = f"{' and '.join(known.modes)}, {known.code}: {known.cause}." if known else "not reviewed."
+        yield f"- `{name}`, {said}"
 
 
 def _flags(rows: list[Row]) -> Iterator[str]:

@@ -15,6 +15,7 @@ import sweep_hf
 import sweep_table
 import tiny_models
 from pool import LentRanks, Pool
+from refusals import REVIEWED
 from shardplan.inventory import take_inventory
 from shardplan.verify.shrink import shrink
 from sweep_rows import EXACT, Row, read_record, record
@@ -37,6 +38,16 @@ def test_the_table_still_holds(pool: Pool, name: str) -> None:
 def test_nothing_is_wrong_that_the_checks_let_pass() -> None:
     departs = [name for name, verdicts in TABLE.items() for verdict in verdicts if verdict[:5] in ("WRONG", "raise")]
     assert departs == []
+
+
+def test_every_refusal_is_reviewed() -> None:
+    """With its modes and its code, and nothing is in the list that is no longer refused."""
+    refused: dict[str, tuple[tuple[str, ...], set[str]]] = {}
+    for name, verdicts in TABLE.items():
+        said = {mode: verdict for mode, verdict in zip(("TP", "SP"), verdicts, strict=True) if "refused:" in verdict}
+        if said:
+            refused[name] = tuple(said), {verdict.split()[1] for verdict in said.values()}
+    assert refused == {name: (known.modes, {known.code}) for name, known in REVIEWED.items()}
 
 
 def test_no_flipped_field_makes_what_is_exact_wrong() -> None:
