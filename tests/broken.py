@@ -21,7 +21,7 @@ from shardplan.compiled import CompiledModule, CompiledSection
 from shardplan.edges import Collective
 from shardplan.layouts import Conversion
 from shardplan.parallel import collectives, local, recompute, style
-from shardplan.resolve import ResolvedModule
+from shardplan.resolved import ResolvedModule
 from shardplan.styles import Kind, Split, Style
 
 _place = style.LocalStyle._place

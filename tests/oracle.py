@@ -34,7 +34,8 @@ from shardplan.layouts import REPLICATE
 from shardplan.lower import lower
 from shardplan.merge import read_plan
 from shardplan.mesh import parse_mesh
-from shardplan.resolve import ResolvedModule, ResolvedPlan, resolve
+from shardplan.resolve import resolve
+from shardplan.resolved import ResolvedModule, ResolvedPlan
 
 MESH = "dp=2,tp=2"
 MODELS = {

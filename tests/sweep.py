@@ -41,7 +41,8 @@ from shardplan.lower import lower
 from shardplan.merge import HF
 from shardplan.mesh import parse_mesh
 from shardplan.plan import Plan
-from shardplan.resolve import ResolvedPlan, resolve
+from shardplan.resolve import resolve
+from shardplan.resolved import ResolvedPlan
 from shardplan.styles import Split
 from shardplan.verify.prove import make_subject, prove
 from shardplan.verify.ranks import LocalRanks, Ranks

@@ -11,7 +11,8 @@ from torch import nn
 from shardplan.inventory import take_inventory
 from shardplan.load import load_plan
 from shardplan.merge import merge
-from shardplan.resolve import ResolvedPlan, resolve
+from shardplan.resolve import resolve
+from shardplan.resolved import ResolvedPlan
 
 
 class Mixer(nn.Module):

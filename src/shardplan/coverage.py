@@ -9,7 +9,7 @@ from math import prod
 
 from shardplan.compiled import CompiledParameter, CompiledPlan
 from shardplan.plan import Rule
-from shardplan.resolve import ResolvedParameter, ResolvedPlan
+from shardplan.resolved import ResolvedParameter, ResolvedPlan
 
 
 class Treatment(Enum):

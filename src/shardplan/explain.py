@@ -13,7 +13,7 @@ from shardplan.inventory import ancestors
 from shardplan.patterns import parse_pattern
 from shardplan.precedence import why
 from shardplan.ranged import ranged
-from shardplan.resolve import Candidate, ResolvedParameter
+from shardplan.resolved import Candidate, ResolvedParameter
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from shardplan.attention import HeadInfo
 from shardplan.edges import Collective, Edge, Part
 from shardplan.inventory import ancestors
 from shardplan.layouts import Conversion, shard
-from shardplan.resolve import ResolvedModule, ResolvedPlan
+from shardplan.resolved import ResolvedModule, ResolvedPlan
 from shardplan.sections import UnknownSizeError, section_lengths
 from shardplan.styles import Split
 

@@ -20,7 +20,7 @@ from shardplan.kv_heads import GROUPS, SharedHeads, counts_kv_heads, shared_head
 from shardplan.layouts import REPLICATE, Conversion, shard
 from shardplan.mesh import MeshSpec
 from shardplan.residual import ResidualStream, input_conversion, output_conversion
-from shardplan.resolve import ResolvedModule, ResolvedParameter, ResolvedPlan
+from shardplan.resolved import ResolvedModule, ResolvedParameter, ResolvedPlan
 from shardplan.sections import section_lengths
 from shardplan.styles import Gradient, Kind, Split, Style
 

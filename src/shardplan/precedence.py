@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import zip_longest
 
-from shardplan.resolve import Candidate
+from shardplan.resolved import Candidate
 
 
 def why(winner: Candidate, other: Candidate) -> str:

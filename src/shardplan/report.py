@@ -15,7 +15,7 @@ from shardplan.coverage import Coverage, coverage_of
 from shardplan.degrees import Degrees, tp_degrees
 from shardplan.inventory import ancestors
 from shardplan.mesh import MeshSpec
-from shardplan.resolve import ResolvedPlan
+from shardplan.resolved import ResolvedPlan
 
 
 @dataclass(frozen=True, slots=True)

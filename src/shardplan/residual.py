@@ -6,7 +6,7 @@ from functools import cached_property
 
 from shardplan.inventory import ancestors
 from shardplan.layouts import REPLICATE, STREAM, Conversion, Layout
-from shardplan.resolve import ResolvedModule, ResolvedPlan
+from shardplan.resolved import ResolvedModule, ResolvedPlan
 from shardplan.styles import Kind
 
 

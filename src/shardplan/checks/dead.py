@@ -11,7 +11,7 @@ from shardplan.checks.names import general
 from shardplan.checks.target import Target, count, listed
 from shardplan.diagnostics import Diagnostic, Severity
 from shardplan.plan import Recompute, Rule, Unit
-from shardplan.resolve import Match, Matched
+from shardplan.resolved import Match, Matched
 
 
 def check_styles(target: Target) -> Iterator[Diagnostic]:

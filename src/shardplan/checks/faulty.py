@@ -17,7 +17,7 @@ from shardplan.globs import path_regex
 from shardplan.inventory import ancestors
 from shardplan.plan import NULL, Rule
 from shardplan.residual import input_conversion, output_conversion
-from shardplan.resolve import Match, Matched, ResolvedModule, ResolvedPlan
+from shardplan.resolved import Match, Matched, ResolvedModule, ResolvedPlan
 from shardplan.styles import Style
 
 

@@ -13,7 +13,7 @@ from shardplan.diagnostics import Diagnostic, Location, Severity
 from shardplan.inventory import ancestors
 from shardplan.lower import split_dim
 from shardplan.plan import Rule
-from shardplan.resolve import ResolvedModule
+from shardplan.resolved import ResolvedModule
 from shardplan.styles import Gradient, Kind, Split, Style
 
 

@@ -12,7 +12,7 @@ from shardplan.inventory import ancestors
 from shardplan.layouts import PARTIAL, REPLICATE, Layout, shard
 from shardplan.plan import Rule
 from shardplan.residual import input_conversion, output_conversion
-from shardplan.resolve import ResolvedModule, ResolvedPlan
+from shardplan.resolved import ResolvedModule, ResolvedPlan
 from shardplan.styles import Gradient, Split
 
 FEATURES = shard(-1)

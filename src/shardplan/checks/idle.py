@@ -15,7 +15,7 @@ from shardplan.inventory import Inventory, ancestors
 from shardplan.layouts import REPLICATE, STREAM
 from shardplan.plan import Rule
 from shardplan.residual import input_conversion, output_conversion, takes_no_activation
-from shardplan.resolve import Matched, ResolvedModule
+from shardplan.resolved import Matched, ResolvedModule
 from shardplan.styles import Kind, Split
 
 

@@ -14,7 +14,7 @@ from shardplan.inventory import ancestors
 from shardplan.layouts import REPLICATE, STREAM, Conversion, Layout
 from shardplan.plan import Rule
 from shardplan.residual import input_conversion, output_conversion
-from shardplan.resolve import ResolvedModule
+from shardplan.resolved import ResolvedModule
 from shardplan.styles import Gradient, Split
 
 

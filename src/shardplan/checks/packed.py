@@ -11,7 +11,7 @@ from shardplan.checks.target import Target, listed
 from shardplan.diagnostics import Diagnostic
 from shardplan.inventory import Inventory
 from shardplan.lower import split_dim
-from shardplan.resolve import ResolvedModule
+from shardplan.resolved import ResolvedModule
 from shardplan.sections import UnknownSizeError, section_lengths
 from shardplan.styles import Split, Style
 

@@ -10,7 +10,7 @@ from shardplan.checks.packed import known_lengths
 from shardplan.checks.target import Target, listed
 from shardplan.diagnostics import Diagnostic
 from shardplan.lower import split_dim
-from shardplan.resolve import ResolvedModule, ResolvedParameter
+from shardplan.resolved import ResolvedModule, ResolvedParameter
 from shardplan.styles import Style
 
 

@@ -12,7 +12,7 @@ from shardplan.checks.target import Target, listed
 from shardplan.diagnostics import Diagnostic
 from shardplan.experts import BIAS, GIVING, TAKING, ExpertsInfo
 from shardplan.inventory import ParameterInfo, ancestors
-from shardplan.resolve import ResolvedModule, ResolvedParameter
+from shardplan.resolved import ResolvedModule, ResolvedParameter
 from shardplan.styles import Kind, Split
 
 HEADS = "num_attention_heads"

@@ -16,7 +16,7 @@ from shardplan.kv_heads import replicas
 from shardplan.lower import split_dim
 from shardplan.mesh import TP, MeshSpec
 from shardplan.residual import input_conversion, output_conversion
-from shardplan.resolve import ResolvedModule, ResolvedParameter
+from shardplan.resolved import ResolvedModule, ResolvedParameter
 from shardplan.styles import Kind, Split
 
 

@@ -10,7 +10,7 @@ from shardplan.diagnostics import Diagnostic
 from shardplan.inventory import ancestors
 from shardplan.layouts import REPLICATE, STREAM, Conversion
 from shardplan.residual import input_conversion, output_conversion
-from shardplan.resolve import ResolvedModule
+from shardplan.resolved import ResolvedModule
 from shardplan.styles import Kind
 
 Fault = tuple[str, str, tuple[ResolvedModule, ...]]  # what is wrong, what to do, and the modules that do it

@@ -13,7 +13,7 @@ from shardplan.kv_heads import SharedHeads, shared_heads
 from shardplan.mesh import MeshSpec
 from shardplan.plan import Recompute, Rule, Unit
 from shardplan.residual import ResidualStream
-from shardplan.resolve import ResolvedPlan
+from shardplan.resolved import ResolvedPlan
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from shardplan.checks.target import Target, count, listed, size
 from shardplan.diagnostics import Diagnostic, Severity
 from shardplan.hf.known import KNOWN_WRONG
 from shardplan.hf.structure import language_model
-from shardplan.resolve import ResolvedParameter
+from shardplan.resolved import ResolvedParameter
 from shardplan.styles import Split
 
 MUCH = 0.1  # of a model's parameters beside its ends

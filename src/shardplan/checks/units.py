@@ -10,7 +10,7 @@ from shardplan.checks.target import Target, listed, size
 from shardplan.diagnostics import Diagnostic, Location, Severity
 from shardplan.inventory import ancestors
 from shardplan.plan import Recompute, Unit
-from shardplan.resolve import Matched
+from shardplan.resolved import Matched
 
 
 def check_units(target: Target) -> Iterator[Diagnostic]:

@@ -10,7 +10,7 @@ from shardplan.compiled import CompiledPlan
 from shardplan.diagnostics import Diagnostic, Location
 from shardplan.dry_run.calls import Call, Purpose
 from shardplan.inventory import ancestors
-from shardplan.resolve import ResolvedPlan
+from shardplan.resolved import ResolvedPlan
 
 Key = tuple[str, str, Purpose, str]  # module, direction, purpose, collective
 OVER_TP = (Purpose.EDGE, Purpose.SUM)

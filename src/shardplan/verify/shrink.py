@@ -18,7 +18,7 @@ from torch import nn
 
 from shardplan.checks.names import general
 from shardplan.diagnostics import Diagnostic, PlanError
-from shardplan.resolve import ResolvedPlan
+from shardplan.resolved import ResolvedPlan
 from shardplan.verify.sizes import Role, Scale, role_of, small
 from shardplan.verify.treatments import layers_told_apart
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from shardplan.inventory import Inventory, ancestors
-from shardplan.resolve import ResolvedPlan
+from shardplan.resolved import ResolvedPlan
 
 Said = tuple[str, ...]  # what some line of the plan says of a part of a layer
 
