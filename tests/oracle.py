@@ -30,7 +30,7 @@ from pool import build_mesh
 from shardplan.apply import apply
 from shardplan.compiled import CompiledModule, CompiledPlan
 from shardplan.inventory import take_inventory
-from shardplan.layouts import REPLICATE
+from shardplan.layouts import REPLICATE, STREAM
 from shardplan.lower import lower
 from shardplan.merge import read_plan
 from shardplan.mesh import parse_mesh
@@ -192,9 +192,13 @@ def _faults(reference: parity.Reference, sharded: nn.Module, mesh: parity.Device
 def _idle(resolved: ResolvedPlan, compiled: CompiledPlan, written: str, sequence_parallel: bool) -> bool:
     """Whether the written rule does nothing: it decides about no parameter and converts nothing in either mode.
 
-    So does one that states a layout that is not there and that nothing converts to. A rule that only guards, such as
-    ``rotary`` for position tables, is not idle.
+    So does one that states a layout that is not there and that nothing converts to, an alternative of one that matches
+    nothing, and a unit that does. A rule that only guards, such as ``rotary`` for position tables, is not idle.
     """
+    own = (rule for rule in resolved.rules if str(rule.line.pattern) == written)
+    required = (matched for matched in (*resolved.units, *own) if not matched.line.pattern.optional)
+    if any(not match.fqns for matched in required for match in matched.matches):
+        return True
     spoken = _spoken(resolved, written)
     claims = {str(p.claim.pattern) for m in resolved.modules for p in m.parameters if p.claim}
     by_fqn = compiled.by_fqn
@@ -246,7 +250,8 @@ def _untrue(module: ResolvedModule, compiled: CompiledModule, side: str, sequenc
     if stated is None or (edge is not None and edge.in_mode(sequence_parallel) is not None):
         return False
     own = getattr(module.style, side)
-    inner = REPLICATE if own is None else own.target if side == "input" else own.source
+    there = STREAM if module.fqn.rpartition(".")[2].isdigit() else REPLICATE  # around a decoder layer, or elsewhere
+    inner = there if own is None else own.target if side == "input" else own.source
     ends = {end.resolved(sequence_parallel) for end in (stated.source, stated.target)}
     return ends != {inner.resolved(sequence_parallel)}
 
