@@ -76,6 +76,34 @@ def test_what_is_written_in_part_is_not_completed(tmp_path: Path, left_out: str)
     assert first.message.endswith(f"are written, and transformers' own plan would add {left_out}")
 
 
+@pytest.mark.parametrize(
+    ("model", "rules", "message"),
+    [
+        (
+            "qwen2",
+            "model.layers.*.self_attn.q_proj.*: colwise",
+            "q_proj of block model.layers.*.self_attn is written, and transformers' own plan would add k_proj, v_proj "
+            "and o_proj",
+        ),
+        (
+            "llama-biased",
+            "model.layers.*.mlp.{gate,up,down}_proj.bias: null",
+            "gate_proj, up_proj and down_proj of block model.layers.*.mlp are written, and transformers' own plan "
+            "would add the rest of gate_proj, the rest of up_proj and the rest of down_proj",
+        ),
+        (
+            "mixtral",
+            "model.layers.*.mlp.experts.down_proj: {style: shard, dim: 2}",
+            "down_proj of model.layers.*.mlp.experts is written, and transformers' own plan would add gate_up_proj",
+        ),
+    ],
+)
+def test_nor_is_what_is_written_by_its_parameters(tmp_path: Path, model: str, rules: str, message: str) -> None:
+    built = tiny_models.build_meta(model)
+    found = check_plan(written(tmp_path, f"rules:\n  {rules}\n"), built, "tp=2")
+    assert message in [finding.message for finding in found if finding.code == "SP203"]
+
+
 def test_written_in_part_by_a_name_that_does_not_exist_is_said_once(tmp_path: Path) -> None:
     found = said(tmp_path, ATTENTION_WITHOUT_BLOCK.replace("o_proj", "o_prj"))
     errors = [finding.code for finding in found if finding.severity is Severity.ERROR]

@@ -3,6 +3,7 @@
 Several batches share one applied model. `python tests/full_parity.py` runs every combination.
 """
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,6 +65,16 @@ CASES = sorted(  # those of one mesh may share a world
 def test_parity(pool: Pool, case: Case, batches: list[Batch]) -> None:
     faults = pool.run(case.world_size, parity.compare, case, batches, shared=True)
     assert faults == [[]] * case.world_size
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_bias_with_a_rule_of_its_own(pool: Pool, tmp_path: Path, sequence_parallel: bool) -> None:
+    (tmp_path / "plan.yaml").write_text(
+        'format: 1\nextends: llama\nrules: {".layers.*.self_attn.o_proj.bias": null, '
+        '".layers.*.mlp.down_proj.bias": replicated_with_grad_allreduce}\n'
+    )
+    case = Case("llama-biased", "dp=2,tp=2", sequence_parallel, plan=tmp_path / "plan.yaml", training=False)
+    assert pool.run(4, parity.compare, case, [Batch()], shared=True) == [[]] * 4
 
 
 @pytest.mark.parametrize(("mesh", "sequence_parallel"), [("tp=2", False), ("tp=2", True), ("dp=2,tp=2", True)])

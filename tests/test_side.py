@@ -59,6 +59,16 @@ def test_a_projection_of_heads_packs_nothing(projection: str, sections: list[str
     assert [(finding.code, finding.severity) for finding in found] == [("SP214", Severity.ERROR)]
 
 
+@pytest.mark.parametrize(
+    ("style", "refused"), [(None, True), ("replicated_with_grad_allreduce", True), ("added_once", False)]
+)
+def test_the_last_bias_of_cut_experts_is_added_once(style: str | None, refused: bool) -> None:
+    bias = "model.layers.*.mlp.experts.down_proj_bias"
+    found = overlaid(OVER_HF, hf_models.build_meta("gpt-oss"), {bias: style})
+    said = f"{bias} is whole on every rank, and each adds all of it to its part of what the experts give"
+    assert [(finding.code, finding.message) for finding in found] == ([("SP105", said)] if refused else [])
+
+
 def test_local_sizes_do_not_count_what_every_rank_has() -> None:
     rule = {"style": "replicated_with_grad_allreduce", "local_sizes": ["top_k"]}
     found = overlaid(OVER_HF, hf_models.build_meta("llama4"), {"model.layers.*.feed_forward.router": rule})

@@ -148,8 +148,8 @@ class _Lowering:
     def _parameter(self, parameter: ResolvedParameter, module: ResolvedModule) -> CompiledParameter:
         info, style = parameter.info, parameter.style
         dim = split_dim(style, module, info.name)
-        bias_once = info.name == "bias" and style is not None and style.adds_bias_once
-        added_once = dim is None and (bias_once or (style is not None and style.added_once))
+        summed = any(of is not None and of.adds_bias_once for of in (style, module.style))
+        added_once = dim is None and ((summed and info.name == "bias") or (style is not None and style.added_once))
         return CompiledParameter(
             fqn=info.fqn,
             name=info.name,

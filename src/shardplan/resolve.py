@@ -106,17 +106,21 @@ def _candidates(
 def _without_blocks_around_written(
     candidates: Mapping[str, list[Candidate]], inventory: Inventory
 ) -> Iterator[tuple[str, list[Candidate]]]:
-    """A block of transformers' plan would take over the edges of linears that the user has written: it fills nothing.
+    """A block of transformers' plan would take over the edges of linears that the user has cut: it fills nothing.
 
     Where they are written in part only, `check_filled` says so.
     """
     linears = (module.fqn for module in inventory.modules if module.kind.is_linear)
-    written = (fqn for fqn in linears if any(not c.rule.of_hf for c in candidates.get(fqn, ())))
+    written = (fqn for fqn in linears if any(_cuts(c) and not c.rule.of_hf for c in candidates.get(fqn, ())))
     around = {above for fqn in written for above in ancestors(fqn)}
     for fqn, found in candidates.items():
         fills_around = (c.rule.of_hf and c.style is not None and c.style.opens_block for c in found)
         kept = [c for c, block in zip(found, fills_around, strict=True) if not (block and fqn in around)]
         yield fqn, kept
+
+
+def _cuts(candidate: Candidate) -> bool:
+    return candidate.style is None or candidate.style.split is not Split.NONE
 
 
 class _Resolver:

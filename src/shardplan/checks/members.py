@@ -49,7 +49,7 @@ def _incomplete(target: Target, group: Group) -> list[Diagnostic]:
     if not consumers and _ends_in_parts(group) and (producers or not _holds_shards(target, group)):
         given = _names(producers) or "its members"
         message = f"{group.name} has no rowwise linear to add up what {given} give in parts"
-        return [_fault(target, group, message, _ORDER, _last_hint(group), (*producers, *group.members))]
+        return [_fault(target, group, message, _ORDER, _last_hint(target, group), (*producers, *group.members))]
     if consumers and not producers:
         message = f"{group.name} has no colwise linear to give {_names(consumers)} the parts that it takes"
         hint = f"make the linears before {consumers[0].name} colwise"
@@ -90,9 +90,11 @@ def _remedy(group: Group, whole: tuple[Member, ...]) -> str:
     return f"make {names} colwise where it reads the input of {group.name}, rowwise where it reads what was cut"
 
 
-def _last_hint(group: Group) -> str:
+def _last_hint(target: Target, group: Group) -> str:
     if not group.members:
-        return "it holds no linear: remove its rule"
+        of_hf = group.owner.rule is not None and group.owner.rule.of_hf
+        mend = f"write `{target.spell(general(group.owner.fqn))}: null`" if of_hf else "remove its rule"
+        return f"it holds no linear: {mend}"
     return f"make {group.members[-1].name}, its last linear, rowwise"
 
 

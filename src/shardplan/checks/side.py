@@ -159,6 +159,31 @@ def check_counted_once(target: Target) -> Iterator[Diagnostic]:
         )
 
 
+def check_last_biases(target: Target) -> Iterator[Diagnostic]:
+    """SP105: behind cut experts each rank has a part of a sum, to which the last bias is added once.
+
+    That of a row-wise linear is, whichever rule calls it whole.
+    """
+    seen: set[str] = set()
+    for module in target.resolved.modules if target.mesh.has_tp else ():
+        by_name = {parameter.info.name: parameter for parameter in module.parameters}
+        weight, bias = by_name.get(TAKING), by_name.get(TAKING + BIAS)
+        if module.info.experts is None or weight is None or bias is None or not _is_cut(weight):
+            continue
+        style, claim, name = bias.style, bias.claim, general(bias.info.fqn)
+        whole = style is not None and style.split is Split.NONE and not style.added_once
+        if whole and claim is not None and name not in seen and not target.explained(bias.info.fqn):
+            seen.add(name)
+            yield Diagnostic(
+                "SP105",
+                f"{name} is whole on every rank, and each adds all of it to its part of what the experts give",
+                where=claim.where,
+                subject=name,
+                expected="style added_once",
+                hint=f"write `{target.spell(name)}: added_once`",
+            )
+
+
 def check_added_once(target: Target) -> Iterator[Diagnostic]:
     """SP105: what is added once is the last bias of experts of which each rank has a part."""
     seen: set[str] = set()

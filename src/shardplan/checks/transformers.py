@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 
+from shardplan.checks.groups import Group
 from shardplan.checks.names import general
 from shardplan.checks.target import Target, count, listed, size
 from shardplan.diagnostics import Diagnostic, Severity
@@ -83,19 +84,11 @@ def check_filled(target: Target) -> Iterator[Diagnostic]:
     if not target.resolved.plan.filled:
         return
     for group in target.groups:
-        cut = [member for member in group.members if member.role != "whole"]
-        filled = [member for member in cut if member.rule is not None and member.rule.of_hf]
-        written = [member for member in group.members if member.rule is not None and not member.rule.of_hf]
-        if written and filled:
-            given, others = (listed(m.name for m in members) for members in (written, filled))
-            yield Diagnostic(
-                "SP203",
-                f"{given} of {group.name} {_are(written)} written, and transformers' own plan would add {others}",
-                where=target.where(*(member.rule for member in written)),
-                subject=general(group.owner.fqn),
-                expected="rules for all linears that work together, or for none",
-                hint=f"write {others}, too, or leave {given} to transformers' plan",
-            )
+        yield from _completed(target, group.name, general(group.owner.fqn), _by_member(group))
+    for module in target.resolved.modules:
+        if module.info.experts is not None:
+            claims = {parameter.info.name: [parameter] for parameter in module.parameters}
+            yield from _completed(target, general(module.fqn), general(module.fqn), claims)
     claimed = list(_of_hf(target))
     if claimed:
         names = list(dict.fromkeys(general(parameter.info.fqn.rpartition(".")[0]) for parameter in claimed))
@@ -112,6 +105,34 @@ def check_filled(target: Target) -> Iterator[Diagnostic]:
         )
 
 
+def _by_member(group: Group) -> dict[str, list[ResolvedParameter]]:
+    """The parameters of linears that are cut, or that the user speaks of: transformers' plan may call routers whole."""
+    return {
+        member.name: list(member.module.parameters)
+        for member in group.members
+        if member.role != "whole" or any(p.claim is not None and not p.claim.of_hf for p in member.module.parameters)
+    }
+
+
+def _completed(
+    target: Target, owner: str, subject: str, parts: Mapping[str, list[ResolvedParameter]]
+) -> Iterator[Diagnostic]:
+    """Of what works together, by name, some is written and transformers' plan decides about the rest."""
+    rules = {name: [p.claim for p in parameters if p.claim is not None] for name, parameters in parts.items()}
+    written = {name: of_user for name, claims in rules.items() if (of_user := [c for c in claims if not c.of_hf])}
+    filled = [name for name, claims in rules.items() if any(claim.of_hf for claim in claims)]
+    if written and filled:
+        added = listed(f"the rest of {name}" if name in written else name for name in filled)
+        yield Diagnostic(
+            "SP203",
+            f"{listed(written)} of {owner} {_are(written)} written, and transformers' own plan would add {added}",
+            where=target.where(*(claim for claims in written.values() for claim in claims)),
+            subject=subject,
+            expected="rules for all that works together, or for none of it",
+            hint=f"write {added}, too, or leave {listed(written)} to transformers' plan",
+        )
+
+
 def _of_hf(target: Target) -> Iterator[ResolvedParameter]:
     """The parameters about which transformers' plan, completed, decides."""
     parameters = (p for module in target.resolved.modules for p in module.parameters)
@@ -123,5 +144,5 @@ def _first(names: Sequence[str]) -> str:
     return listed([*names[:3], *([f"{more} more"] if more > 0 else [])])
 
 
-def _are(members: Sequence[object]) -> str:
+def _are(members: Sized) -> str:
     return "is" if len(members) == 1 else "are"
