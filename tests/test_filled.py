@@ -52,12 +52,21 @@ def test_a_plan_of_a_part_comes_to_the_shipped_one(tmp_path: Path, sequence_para
 
 
 def test_what_is_filled_is_said(tmp_path: Path) -> None:
-    (note,) = said(tmp_path, MLP)
-    assert (note.code, note.severity) == ("SP104", Severity.NOTE)
-    assert note.message == (
-        "transformers' own plan decides about 15 parameters (225.2 KiB) of which no rule speaks: model.embed_tokens, "
-        "model.layers.*.self_attn.q_proj, model.layers.*.self_attn.k_proj and 6 more"
-    )
+    found = said(tmp_path, MLP)
+    assert {(note.code, note.severity) for note in found} == {("SP104", Severity.NOTE)}
+    decides = "transformers' own plan decides about"
+    assert [note.message for note in found] == [
+        f"{decides} 15 parameters (225.2 KiB) of which no rule speaks: model.embed_tokens, "
+        "model.layers.*.self_attn.q_proj, model.layers.*.self_attn.k_proj and 6 more",
+        f"{decides} the edges of modules of which no rule speaks: model.layers.0, model.layers.*.self_attn and "
+        "model.rotary_emb",
+        f"{decides} FSDP2 units of which no rule speaks: model.layers.*",
+    ]
+
+
+def test_a_tied_parameter_is_said_once(tmp_path: Path) -> None:
+    found = check_plan(written(tmp_path, MLP), tiny_models.build_meta("llama-tied"), "tp=2")
+    assert found[0].message.startswith("transformers' own plan decides about 14 parameters")
 
 
 def test_without_the_fallback_it_is_missing(tmp_path: Path) -> None:

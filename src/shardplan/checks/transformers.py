@@ -10,6 +10,7 @@ from shardplan.checks.target import Target, count, listed, size
 from shardplan.diagnostics import Diagnostic, Severity
 from shardplan.hf.known import KNOWN_WRONG
 from shardplan.hf.structure import language_model
+from shardplan.inventory import ParameterInfo
 from shardplan.resolved import ResolvedParameter
 from shardplan.styles import Split
 
@@ -89,20 +90,34 @@ def check_filled(target: Target) -> Iterator[Diagnostic]:
         if module.info.experts is not None:
             claims = {parameter.info.name: [parameter] for parameter in module.parameters}
             yield from _completed(target, general(module.fqn), general(module.fqn), claims)
-    claimed = list(_of_hf(target))
-    if claimed:
-        names = list(dict.fromkeys(general(parameter.info.fqn.rpartition(".")[0]) for parameter in claimed))
-        nbytes = sum(parameter.info.nbytes for parameter in claimed)
-        yield Diagnostic(
-            "SP104",
-            f"transformers' own plan decides about {count(len(claimed), 'parameter')} ({size(nbytes)}) of which no "
-            f"rule speaks: {_first(names)}",
-            where=target.resolved.plan.where,
-            subject=names[0],
-            expected="",
-            hint="`plan-compile` prints what it says of them as [hf]; `fallback: none` leaves them alone",
-            severity=Severity.NOTE,
-        )
+    yield from (_said(target, what, names) for what, names in _fills(target) if names)
+
+
+def _fills(target: Target) -> Iterator[tuple[str, list[str]]]:
+    """What transformers' plan decides about where no rule speaks, in words, with general names or patterns."""
+    infos: dict[int, ParameterInfo] = {}
+    for parameter in _of_hf(target):
+        infos.setdefault(parameter.info.identity, parameter.info)
+    nbytes = sum(info.nbytes for info in infos.values())
+    names = (general(info.fqn.rpartition(".")[0]) for info in infos.values())
+    yield f"{count(len(infos), 'parameter')} ({size(nbytes)})", list(dict.fromkeys(names))
+    rules = (module.rule for module in target.resolved.modules if not module.parameters)
+    edges = (str(rule.pattern) for rule in rules if rule is not None and rule.of_hf)
+    yield "the edges of modules", list(dict.fromkeys(edges))
+    units = (unit.line for unit in target.resolved.units if unit.fqns)
+    yield "FSDP2 units", [str(unit.pattern) for unit in units if unit.layer.kind == "hf"]
+
+
+def _said(target: Target, what: str, names: list[str]) -> Diagnostic:
+    return Diagnostic(
+        "SP104",
+        f"transformers' own plan decides about {what} of which no rule speaks: {_first(names)}",
+        where=target.resolved.plan.where,
+        subject=names[0],
+        expected="",
+        hint="`plan-compile` prints what it says of them as [hf]; `fallback: none` leaves them alone",
+        severity=Severity.NOTE,
+    )
 
 
 def _by_member(group: Group) -> dict[str, list[ResolvedParameter]]:
