@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 import parity
+import tiny_models
 from pool import build_mesh
 from shardplan.verify.distances import distances
 from shardplan.verify.replicas import unequal_replicas
@@ -55,3 +56,23 @@ def unequal(rank: int, name: str) -> list[Any]:
         altered.to_local()[0, 0] += 1e-6
     faults = parity.different_replicas(dict(tensors))
     return [sorted(unequal_replicas(tensors)), sorted({fault.split()[2] for fault in faults})]
+
+
+def faults_where_a_gradient_is_altered(model: str, rank: int) -> list[list[str]]:
+    """What the parity suite says once one element of a gradient is off, of each in turn."""
+    mesh, batch = build_mesh(MESH), parity.Batch()
+    reference = parity.kept(model, {})
+    sharded = parity.Case(model, MESH, sequence_parallel=False).apply(tiny_models.build(model), mesh)
+    assert list(parity.compare_batch(reference, sharded, mesh, batch, seed=1)) == []
+    expected, said = reference.batch(batch, 1).gradients, []
+    for name, stored in parity.stored_in(sharded).items():
+        gradient = stored.gradient()
+        assert gradient is not None
+        held = [part.to_local() for part in gradient.parts if isinstance(part, DTensor)]
+        before = held[-1].clone()
+        if dist.get_rank() == rank:
+            held[-1].view(-1)[-1:] += 0.1 * expected[name].norm()
+        faults = [fault for fault in parity.same_gradients(expected, sharded) if "replicas" not in fault]
+        said.append([name, *(fault.split()[2] for fault in faults)])
+        held[-1].copy_(before)
+    return said

@@ -24,3 +24,12 @@ def test_replicas_that_differ_are_named(pool: Pool, rank: int, name: str, copied
     for of_function in zip(*found, strict=True):
         assert {entry for names in of_function for entry in names} == ({name} if copied else set())
         assert of_function[rank] == ([name] if copied else [])
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("model", ["llama-tied", "phi3"])
+def test_a_wrong_element_of_one_rank_is_a_wrong_gradient(pool: Pool, model: str, rank: int) -> None:
+    """Of every parameter, packed and tied ones among them; every rank says the same."""
+    for said in pool.run(4, distance_jobs.faults_where_a_gradient_is_altered, model, rank, shared=True):
+        assert len(said) > 10
+        assert [names for names in said if names != [names[0], names[0]]] == []

@@ -67,7 +67,9 @@ def test_only_the_bias_of_a_rowwise_linear_is_added_once() -> None:
     assert once == {f"model.layers.{i}.{name}.bias" for i in range(2) for name in ("self_attn.o_proj", "mlp.down_proj")}
 
 
-@pytest.mark.parametrize("style", ["null", "replicate", "replicated_with_grad_allreduce", "added_once"])
+@pytest.mark.parametrize(
+    "style", ["null", "replicate", "replicated_with_grad_allreduce", "sequence_parallel", "added_once"]
+)
 def test_a_rule_of_its_own_for_that_bias_leaves_it_so(tmp_path: Path, style: str) -> None:
     """It would else be added on every rank."""
     compiled = lowered("llama-biased", overlay(tmp_path, f"rules:\n  '.layers.*.mlp.down_proj.bias': {style}\n"))

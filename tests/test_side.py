@@ -59,6 +59,13 @@ def test_a_projection_of_heads_packs_nothing(projection: str, sections: list[str
     assert [(finding.code, finding.severity) for finding in found] == [("SP214", Severity.ERROR)]
 
 
+def test_the_first_bias_of_cut_experts_is_cut() -> None:
+    bias = "model.layers.*.mlp.experts.gate_up_proj_bias"
+    (found,) = overlaid(OVER_HF, hf_models.build_meta("gpt-oss"), {bias: None})
+    said = f"{bias} is whole on every rank, where gate_up_proj gives each a part of the features"
+    assert (found.code, found.message) == ("SP105", said)
+
+
 @pytest.mark.parametrize(
     ("style", "refused"), [(None, True), ("replicated_with_grad_allreduce", True), ("added_once", False)]
 )

@@ -18,7 +18,7 @@ from shardplan.checks.parts import check_parts
 from shardplan.checks.side import (
     check_added_once,
     check_counted_once,
-    check_last_biases,
+    check_expert_biases,
     check_norms_of_parts,
     check_shards,
     check_side_parameters,
@@ -71,7 +71,7 @@ CHECKS: tuple[Check, ...] = (
     check_norms_of_parts,
     check_counted_once,
     check_added_once,
-    check_last_biases,
+    check_expert_biases,
     check_shards,
     check_options,
     check_reduce_dtype,

@@ -148,8 +148,7 @@ class _Lowering:
     def _parameter(self, parameter: ResolvedParameter, module: ResolvedModule) -> CompiledParameter:
         info, style = parameter.info, parameter.style
         dim = split_dim(style, module, info.name)
-        summed = any(of is not None and of.adds_bias_once for of in (style, module.style))
-        added_once = dim is None and ((summed and info.name == "bias") or (style is not None and style.added_once))
+        added_once = is_added_once(parameter, module)
         return CompiledParameter(
             fqn=info.fqn,
             name=info.name,
@@ -185,6 +184,15 @@ class _Lowering:
             yield LocalSize("nf", False, sizes["nf"], self.tp)
         if shared > 1 and GROUPS in sizes:
             yield LocalSize(GROUPS, False, sizes[GROUPS], shared)
+
+
+def is_added_once(parameter: ResolvedParameter, module: ResolvedModule) -> bool:
+    """Whether a whole parameter is added to a part of a sum: what a style says, and the bias of a row-wise linear."""
+    style, name = parameter.style, parameter.info.name
+    if split_dim(style, module, name) is not None:
+        return False
+    row_wise = any(of is not None and of.adds_bias_once for of in (style, module.style))
+    return (name == "bias" and row_wise) or (style is not None and style.added_once)
 
 
 def split_dim(style: Style | None, module: ResolvedModule, name: str) -> int | None:

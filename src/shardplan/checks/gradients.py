@@ -11,7 +11,7 @@ from shardplan.checks.names import general
 from shardplan.checks.target import Target, listed
 from shardplan.diagnostics import Diagnostic, Location, Severity
 from shardplan.inventory import ancestors
-from shardplan.lower import split_dim
+from shardplan.lower import is_added_once, split_dim
 from shardplan.plan import Rule
 from shardplan.resolved import ResolvedModule
 from shardplan.styles import Gradient, Kind, Split, Style
@@ -27,7 +27,7 @@ def check_gradients(target: Target) -> Iterator[Diagnostic]:
             style, rule = parameter.style, parameter.claim
             if style is None or rule is None or style.split is not Split.NONE or style.native is not None:
                 continue
-            if module.fqn in whole or target.explained(parameter.info.fqn):
+            if module.fqn in whole or target.explained(parameter.info.fqn) or is_added_once(parameter, module):
                 continue
             groups = [between[fqn] for fqn in (module.fqn, *ancestors(module.fqn)) if fqn in between]
             fault = _fault(target, module, style, in_parts=bool(groups))

@@ -12,6 +12,7 @@ from shardplan.checks.target import Target, listed
 from shardplan.diagnostics import Diagnostic
 from shardplan.experts import BIAS, GIVING, TAKING, ExpertsInfo
 from shardplan.inventory import ParameterInfo, ancestors
+from shardplan.plan import Rule
 from shardplan.resolved import ResolvedModule, ResolvedParameter
 from shardplan.styles import Kind, Split
 
@@ -159,29 +160,37 @@ def check_counted_once(target: Target) -> Iterator[Diagnostic]:
         )
 
 
-def check_last_biases(target: Target) -> Iterator[Diagnostic]:
-    """SP105: behind cut experts each rank has a part of a sum, to which the last bias is added once.
+def check_expert_biases(target: Target) -> Iterator[Diagnostic]:
+    """SP105: biases of fused experts that are cut: those of cut features are, too, and the last one is added once.
 
     That of a row-wise linear is, whichever rule calls it whole.
     """
     seen: set[str] = set()
     for module in target.resolved.modules if target.mesh.has_tp else ():
         by_name = {parameter.info.name: parameter for parameter in module.parameters}
-        weight, bias = by_name.get(TAKING), by_name.get(TAKING + BIAS)
-        if module.info.experts is None or weight is None or bias is None or not _is_cut(weight):
-            continue
-        style, claim, name = bias.style, bias.claim, general(bias.info.fqn)
-        whole = style is not None and style.split is Split.NONE and not style.added_once
-        if whole and claim is not None and name not in seen and not target.explained(bias.info.fqn):
+        for weight_name in (*GIVING, TAKING) if module.info.experts is not None else ():
+            weight, bias = by_name.get(weight_name), by_name.get(weight_name + BIAS)
+            if weight is None or bias is None or not _is_cut(weight) or bias.claim is None or bias.style is None:
+                continue
+            name = general(bias.info.fqn)
+            if _is_cut(bias) or bias.style.added_once or name in seen or target.explained(bias.info.fqn):
+                continue
             seen.add(name)
-            yield Diagnostic(
-                "SP105",
-                f"{name} is whole on every rank, and each adds all of it to its part of what the experts give",
-                where=claim.where,
-                subject=name,
-                expected="style added_once",
-                hint=f"write `{target.spell(name)}: added_once`",
-            )
+            yield _whole_bias(target, name, weight_name, bias.claim)
+
+
+def _whole_bias(target: Target, name: str, weight: str, claim: Rule) -> Diagnostic:
+    message, style = f"where {weight} gives each a part of the features", "{style: shard, dim: 1}"
+    if weight == TAKING:
+        message, style = "and each adds all of it to its part of what the experts give", "added_once"
+    return Diagnostic(
+        "SP105",
+        f"{name} is whole on every rank, {message}",
+        where=claim.where,
+        subject=name,
+        expected="biases that follow what they are added to",
+        hint=f"write `{target.spell(name)}: {style}`",
+    )
 
 
 def check_added_once(target: Target) -> Iterator[Diagnostic]:
