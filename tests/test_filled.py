@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 import parity
 import tiny_models
@@ -111,6 +113,14 @@ def test_nor_is_what_is_written_by_its_parameters(tmp_path: Path, model: str, ru
     built = tiny_models.build_meta(model)
     found = check_plan(written(tmp_path, f"rules:\n  {rules}\n"), built, "tp=2")
     assert message in [finding.message for finding in found if finding.code == "SP203"]
+
+
+def test_a_linear_that_nobody_cuts_may_be_written_alone(tmp_path: Path) -> None:
+    rules = "rules: {model.layers.*.mlp.shared_expert_gate: replicated_with_grad_allreduce}\n"
+    with torch.device("meta"):
+        model = Qwen2MoeForCausalLM(Qwen2MoeConfig(num_hidden_layers=1, num_experts=4, vocab_size=64))
+    found = check_plan(written(tmp_path, rules), model, "tp=2")
+    assert {finding.severity for finding in found} == {Severity.NOTE}
 
 
 def test_written_in_part_by_a_name_that_does_not_exist_is_said_once(tmp_path: Path) -> None:

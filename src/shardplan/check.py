@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from shardplan.checks.architectures import check_architectures
 from shardplan.checks.claims import check_claims, check_rule_ties
 from shardplan.checks.dead import check_dead_rules, check_styles
+from shardplan.checks.filled import check_filled
 from shardplan.checks.gradients import check_gradients, check_ties
 from shardplan.checks.idle import check_idle_rules, check_ignored_edges, check_towers, check_whole
 from shardplan.checks.kinds import check_kinds, check_parameters, check_token_mixers, check_unknown_parameters
@@ -27,7 +28,7 @@ from shardplan.checks.side import (
 from shardplan.checks.sizes import check_dims, check_expert_rows, check_head_counts, check_heads, check_shared_heads
 from shardplan.checks.stream import check_stream
 from shardplan.checks.target import Target
-from shardplan.checks.transformers import check_filled, check_known_wrong, check_left_by_transformers, check_unmatched
+from shardplan.checks.transformers import check_known_wrong, check_left_by_transformers, check_unmatched
 from shardplan.checks.units import check_units
 from shardplan.diagnostics import Diagnostic
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -85,6 +85,12 @@ def listed(names: Iterable[str], last: str = "and") -> str:
     """``a``, ``a and b``, ``a, b and c``."""
     *others, final = names
     return f"{', '.join(others)} {last} {final}" if others else final
+
+
+def few(names: Sequence[str]) -> str:
+    """The first three, and how many more there are."""
+    more = len(names) - 3
+    return listed([*names[:3], *([f"{more} more"] if more > 0 else [])])
 
 
 def size(nbytes: int) -> str:
