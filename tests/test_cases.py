@@ -43,7 +43,8 @@ def overlay(folder: Path, *rules: str) -> list[Path]:
 
 def written(folder: Path, *rules: str, root: str = "model") -> Path:
     path = folder / "plan.yaml"
-    path.write_text(f"format: 1\nroot: [{root}]\nrules:\n" + "".join(f"  {rule}\n" for rule in rules))
+    lines = (f"  {rule}\n" for rule in rules)
+    path.write_text(f"format: 1\nroot: [{root}]\nrules:\n{''.join(lines)}fallback: none\n")
     return path
 
 
