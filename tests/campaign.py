@@ -14,9 +14,8 @@ import json
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Container, Iterator
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
@@ -24,6 +23,7 @@ import torch
 
 import oracle
 from alike import effect
+from campaign_table import DOCUMENT, Verdict, read_record, report
 from mutants import Mutant, mutants
 from oracle import Seen
 from pool import Pool, PoolError
@@ -53,29 +53,7 @@ REAL = {  # what the checks look at: together they have every kind of module tha
 REAL_MESHES = {"phi3": "dp=2,tp=2"}  # Phi-4 has 10 KV heads
 REAL_MESH = "dp=2,tp=4"
 CHUNK = 24
-DOCUMENT = Path(__file__).parents[1] / "docs" / "campaign.md"
 MODES = {"TP": False, "SP": True}
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """One mutant in one mode: what it is, and who caught it. ``named``: some finding above a note."""
-
-    plan: str
-    kind: str
-    text: str
-    mode: str
-    truth: str  # wrong, wasteful or harmless
-    reason: str
-    refused: bool
-    named: bool
-    codes: tuple[str, ...]
-    raised: bool | None  # by the dry run; None where a refusal of the check left nothing to run
-    verified: bool | None  # whether --verify refused it; None as above
-
-    @property
-    def passed(self) -> bool:
-        return not (self.refused or self.raised or self.verified)
 
 
 def judge(
@@ -203,90 +181,6 @@ def _checked(mutant: Mutant, model: str, sequence_parallel: bool) -> tuple[tuple
     return check(target), target
 
 
-# ---------------------------------------------------------------- the table
-
-TRUTHS = ("wrong", "wasteful", "harmless")
-HEADINGS = (
-    "plan",
-    "mutant is",
-    "mutants",
-    "refused by `--check`",
-    "named by `--check`",
-    "refused by `--dry-run`",
-    "refused by `--verify`",
-    "passed",
-)
-
-
-def table(verdicts: Iterable[Verdict]) -> str:
-    """How many of each kind each rung catches, by plan and over all. The others see what ``--check`` let pass."""
-    listed = list(verdicts)
-    lines = [_line(HEADINGS), _line(["---"] * len(HEADINGS))]
-    for plan in (*dict.fromkeys(v.plan for v in listed), "all"):
-        for truth in TRUTHS:
-            own = [v for v in listed if v.truth == truth and plan in (v.plan, "all")]
-            counts = (
-                sum(v.refused for v in own),
-                sum(bool(v.codes) for v in own),
-                sum(bool(v.raised) for v in own),
-                sum(bool(v.verified) for v in own),
-                sum(v.passed for v in own),
-            )
-            shares = [f"{number} ({100 * number / len(own):.1f} %)" if own else "0" for number in counts]
-            lines.append(_line([plan, truth, str(len(own)), *shares]))
-    return "\n".join(lines)
-
-
-def _line(cells: Iterable[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
-
-
-def exceptions(verdicts: Iterable[Verdict]) -> Iterator[str]:
-    """What the table counts against the checker, one by one."""
-    for v in verdicts:
-        found = f"{v.plan}, {v.mode}: `{v.text}`"
-        if v.truth == "wrong" and not v.refused:
-            proof = "PASSED" if v.passed else "refused"
-            yield f"- wrong, not refused by `--check`, {proof} by a run: {found}: {v.reason}"
-        elif v.truth == "wasteful" and not v.codes:
-            yield f"- wasteful, not named: {found}: {v.reason}"
-        elif v.truth == "harmless" and not v.passed:
-            yield f"- harmless, refused: {found}: {', '.join(v.codes) or 'by a run'}"
-
-
-INTRODUCTION = """# The checker, checked
-
-<!-- written by tests/campaign.py -->
-
-From every shipped plan all single mutations are derived (`tests/mutants.py`): a rule dropped, another style, a path
-misspelt, moved a level, a layout changed, an FSDP2 unit dropped or split, a wildcard or a class selector changed.
-An oracle (`tests/oracle.py`) applies each without asking the checks, on other models, sizes, seeds and meshes than
-`--verify` uses, and compares logits, loss, every gradient, replicas and the gradient norm with the unsharded model.
-*Wrong*: numbers change, or it crashes. *Wasteful*: numbers hold, but memory or communication suffer, or what was
-written does nothing or states a layout that is not there. *Harmless*: neither. Each mutant counts once in each mode;
-those that compile to the same are run once (`tests/alike.py`).
-*Named*: refused, or said in a warning or a note. The runs look only at what `--check` lets pass. Checks and dry runs
-are of models of real width with a few layers of every kind (`tests/real_models.py`).
-"""
-
-
-def report(verdicts: list[Verdict]) -> str:
-    odd = list(exceptions(verdicts))
-    by_mode = Counter((verdict.plan, verdict.mode) for verdict in verdicts)
-    all_of = {plan: len(list(mutants(plan))) for plan in dict.fromkeys(verdict.plan for verdict in verdicts)}
-    looked_at = ", ".join(f"{number} of {plan}'s {all_of[plan]} in {mode}" for (plan, mode), number in by_mode.items())
-    share = 100 * len(verdicts) / (2 * sum(all_of.values()))
-    sampled = f"A sample, {share:.1f} % of all, every so many of them: {looked_at}." if share < 100 else "All of them."
-    lines = [INTRODUCTION, f"{sampled}\n", table(verdicts), "", *odd]
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def _recorded(record: Path) -> Iterator[Verdict]:
-    for line in record.read_text().splitlines():
-        read = json.loads(line)
-        yield Verdict(**{**read, "codes": tuple(read["codes"])})
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--sample", type=int, default=1, help="look at every N-th mutant")
@@ -299,12 +193,12 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write docs/campaign.md")
     arguments = parser.parse_args()
     pool, start = Pool(), time.monotonic()
-    verdicts = list(_recorded(arguments.record)) if arguments.record and arguments.record.exists() else []
+    verdicts = list(read_record(arguments.record)) if arguments.record and arguments.record.exists() else []
     record = arguments.record.open("a") if arguments.record else None
     with LocalRanks(2) as ranks:
         if arguments.again:
             verdicts += again(ranks, arguments.again)
-        verdicts += [read for record_file in arguments.records or () for read in _recorded(record_file)]
+        verdicts += [read for record_file in arguments.records or () for read in read_record(record_file)]
         for plan in () if arguments.again or arguments.records else arguments.plan or shipped_plans():
             matching = [mutant for mutant in mutants(plan) if arguments.matching in mutant.text]
             chosen = matching[arguments.first :: arguments.sample]

@@ -7,7 +7,7 @@ from datetime import date
 import pytest
 
 import campaign
-from campaign import Verdict
+from campaign_table import Verdict
 from mutants import mutants
 from pool import LentRanks, Pool
 from shardplan.resources import shipped_plans
