@@ -105,6 +105,15 @@ def test_one_wrong_edge_is_one_finding(tmp_path: Path, pattern: str, value: str,
     assert str(edges[0].where) == f"{tmp_path}/plan.yaml:4:3"
 
 
+def test_a_decoder_layer_is_no_block(tmp_path: Path) -> None:
+    """It would add up the residual stream, tp times."""
+    (tmp_path / "plan.yaml").write_text("format: 1\nextends: gpt2\nrules: {.h.*: block}\n")
+    found = check_plan(tmp_path / "plan.yaml", build_meta("gpt2"), "tp=2")
+    (layer,) = [finding for finding in found if finding.code == "SP204"]
+    assert (layer.severity, layer.subject) == (Severity.ERROR, "transformer.h.*")
+    assert layer.message.endswith("and its rule adds up over tp what it gives, the residual stream with it")
+
+
 def test_the_gather_is_asked_for_at_the_module_that_stands_there(tmp_path: Path) -> None:
     (finding,) = said(tmp_path, ".norm", MISPLACED_NORM)
     assert finding.hint.endswith("`.norm: {style: sequence_parallel, output: stream -> replicate}`")

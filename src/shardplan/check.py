@@ -26,7 +26,7 @@ from shardplan.checks.side import (
     check_whole_experts,
 )
 from shardplan.checks.sizes import check_dims, check_expert_rows, check_head_counts, check_heads, check_shared_heads
-from shardplan.checks.stream import check_stream
+from shardplan.checks.stream import check_layers, check_stream
 from shardplan.checks.target import Target
 from shardplan.checks.transformers import check_known_wrong, check_left_by_transformers, check_unmatched
 from shardplan.checks.units import check_units
@@ -59,6 +59,7 @@ CHECKS: tuple[Check, ...] = (
     check_places,
     check_repeats,
     check_stream,
+    check_layers,
     check_gradients,
     check_ties,
     check_heads,

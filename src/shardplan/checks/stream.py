@@ -8,7 +8,7 @@ from shardplan.checks.names import general
 from shardplan.checks.target import Target, listed
 from shardplan.diagnostics import Diagnostic
 from shardplan.inventory import ancestors
-from shardplan.layouts import REPLICATE, STREAM, Conversion
+from shardplan.layouts import PARTIAL, REPLICATE, STREAM, Conversion
 from shardplan.residual import input_conversion, output_conversion
 from shardplan.resolved import ResolvedModule
 from shardplan.styles import Kind
@@ -27,6 +27,24 @@ def check_stream(target: Target) -> Iterator[Diagnostic]:
         yield Diagnostic("SP204", message, target.where(*rules), "residual stream", "one cut and one gather", hint)
     if _has_stream(target) and target.stream.cut_by_embedding:
         yield from _counted_from_a_part(target)
+
+
+def check_layers(target: Target) -> Iterator[Diagnostic]:
+    """SP204: what a decoder layer gives holds the residual stream, which is on every rank, and no part of a sum."""
+    seen: set[str] = set()
+    for module in target.resolved.modules if target.mesh.has_tp else ():
+        given, name = output_conversion(module), general(module.fqn)
+        is_layer = module.fqn and next(ancestors(module.fqn)) == target.stream.layers
+        if is_layer and given is not None and given.source == PARTIAL and name not in seen:
+            seen.add(name)
+            yield Diagnostic(
+                "SP204",
+                f"{name} is a decoder layer, and its rule adds up over tp what it gives, the residual stream with it",
+                where=target.where(module.rule),
+                subject=name,
+                expected="edges at the attention and the MLP of a layer, whose outputs are parts of a sum",
+                hint="take the layer out of the rule, and make its attention and its MLP blocks",
+            )
 
 
 def begins_or_ends_wrongly(target: Target) -> frozenset[str]:
