@@ -225,5 +225,19 @@ def test_a_part_of_a_mixer_is_not_cut_in_another_way(
     assert found.message == f"{message} (see plans/nemotron_h.yaml:13:3)" or found.message == message
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("said", ["block", {"input": "stream"}])
+def test_a_mixer_does_not_leave_its_parts_to_another_rule(said: Any, sequence_parallel: bool) -> None:
+    """They would be cut, and what counts heads and groups would not."""
+    found = [f for f in findings({".layers.0.mixer": said}, sequence_parallel) if f.code == "SP203"]
+    assert [(f.severity, f.message) for f in found] == [
+        (
+            Severity.ERROR,
+            f"conv1d, in_proj, norm and out_proj of {MIXER} are cut by mamba2, but another rule decides about {MIXER} "
+            "itself (see plans/nemotron_h.yaml:13:3)",
+        )
+    ]
+
+
 def test_a_part_may_be_named_as_the_style_has_it() -> None:
     assert findings({".layers.*.mixer.in_proj": in_proj("z: 64", "x: intermediate_size", *STATES, "dt: 8")}) == []

@@ -15,7 +15,7 @@ from shardplan.checks.layouts import check_conversions, check_groups, check_plac
 from shardplan.checks.members import check_members
 from shardplan.checks.options import check_dropout, check_options, check_reduce_dtype
 from shardplan.checks.packed import check_dim, check_local_sizes, check_packed, check_packing, check_sections
-from shardplan.checks.parts import check_parts
+from shardplan.checks.parts import check_orphaned_parts, check_parts
 from shardplan.checks.side import (
     check_added_once,
     check_counted_once,
@@ -51,6 +51,7 @@ CHECKS: tuple[Check, ...] = (
     check_members,
     check_packed,
     check_parts,
+    check_orphaned_parts,
     check_sections,
     check_packing,
     check_dim,

@@ -36,6 +36,31 @@ def check_parts(target: Target) -> Iterator[Diagnostic]:
                 break
 
 
+def check_orphaned_parts(target: Target) -> Iterator[Diagnostic]:
+    """SP203: parts that a style cuts belong to a module that it decides about; another rule may have taken that."""
+    seen: set[str] = set()
+    for owner in target.resolved.modules if target.mesh.has_tp else ():
+        block = general(owner.fqn)
+        for loser in owner.speakers[1:]:
+            style, rule = loser.style, loser.rule
+            if style is None or not style.parts or rule is owner.rule or block in seen:
+                continue
+            below = (m for m in target.resolved.modules if m.fqn.startswith(f"{owner.fqn}."))
+            orphans = [general(m.fqn).removeprefix(f"{block}.") for m in below if m.part and m.rule is rule]
+            if orphans and not target.explained(owner.fqn):
+                seen.add(block)
+                rules = (owner.rule, rule)
+                yield Diagnostic(
+                    "SP203",
+                    f"{listed(orphans)} of {block} {'is' if len(orphans) == 1 else 'are'} cut by {style.name}, but "
+                    f"another rule decides about {block} itself{target.see(*rules)}",
+                    where=target.where(*rules),
+                    subject=block,
+                    expected=f"{style.name} for the whole of {block}, or for nothing of it",
+                    hint=f"take {block} out of this rule, or replicate it whole: `{target.spell(block)}: null`",
+                )
+
+
 @dataclass(frozen=True, slots=True)
 class _Cut:
     """Along which dim a parameter is cut, in which sections, and what its module counts in shares."""
