@@ -114,6 +114,12 @@ def test_a_decoder_layer_is_no_block(tmp_path: Path) -> None:
     assert layer.message.endswith("and its rule adds up over tp what it gives, the residual stream with it")
 
 
+def test_a_cut_at_the_list_of_layers_makes_no_layers_of_its_siblings(tmp_path: Path) -> None:
+    (tmp_path / "plan.yaml").write_text("format: 1\nextends: llama\nrules: {.layers: {input: replicate -> stream}}\n")
+    found = check_plan(tmp_path / "plan.yaml", build_meta("llama"), "tp=2")
+    assert [finding for finding in found if finding.severity is Severity.ERROR] == []
+
+
 def test_the_gather_is_asked_for_at_the_module_that_stands_there(tmp_path: Path) -> None:
     (finding,) = said(tmp_path, ".norm", MISPLACED_NORM)
     assert finding.hint.endswith("`.norm: {style: sequence_parallel, output: stream -> replicate}`")

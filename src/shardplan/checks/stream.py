@@ -32,9 +32,11 @@ def check_stream(target: Target) -> Iterator[Diagnostic]:
 def check_layers(target: Target) -> Iterator[Diagnostic]:
     """SP204: what a decoder layer gives holds the residual stream, which is on every rank, and no part of a sum."""
     seen: set[str] = set()
-    for module in target.resolved.modules if target.mesh.has_tp else ():
+    layers, by_fqn = target.stream.layers, target.resolved.inventory.by_fqn
+    is_list = layers is not None and by_fqn[layers].container  # a cut that stands elsewhere has other things around it
+    for module in target.resolved.modules if target.mesh.has_tp and is_list else ():
         given, name = output_conversion(module), general(module.fqn)
-        is_layer = module.fqn and next(ancestors(module.fqn)) == target.stream.layers
+        is_layer = module.fqn and next(ancestors(module.fqn)) == layers
         if is_layer and given is not None and given.source == PARTIAL and name not in seen:
             seen.add(name)
             yield Diagnostic(
