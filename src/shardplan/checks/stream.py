@@ -37,7 +37,7 @@ def check_layers(target: Target) -> Iterator[Diagnostic]:
     for module in target.resolved.modules if target.mesh.has_tp and is_list else ():
         given, name = output_conversion(module), general(module.fqn)
         is_layer = module.fqn and next(ancestors(module.fqn)) == layers
-        if is_layer and given is not None and given.source == PARTIAL and name not in seen:
+        if is_layer and given is not None and given.source == PARTIAL and _norms(target, module) and name not in seen:
             seen.add(name)
             yield Diagnostic(
                 "SP204",
@@ -47,6 +47,13 @@ def check_layers(target: Target) -> Iterator[Diagnostic]:
                 expected="edges at the attention and the MLP of a layer, whose outputs are parts of a sum",
                 hint="take the layer out of the rule, and make its attention and its MLP blocks",
             )
+
+
+def _norms(target: Target, layer: ResolvedModule) -> bool:
+    """Whether it norms what it takes, as layers around a residual stream do; one without may be an MLP as a whole."""
+    below = (module for module in target.resolved.modules if module.fqn.startswith(f"{layer.fqn}."))
+    others = (module for module in below if module.info.kind is Kind.OTHER and module.parameters)
+    return any(all(len(parameter.info.shape) == 1 for parameter in module.parameters) for module in others)
 
 
 def begins_or_ends_wrongly(target: Target) -> frozenset[str]:
