@@ -24,23 +24,29 @@ if TYPE_CHECKING:
 _c10d = torch.ops._c10d_functional
 
 
-def all_reduce(x: torch.Tensor, group: str, op: str = "sum") -> torch.Tensor:
-    """Sum (or ``op``) of ``x`` over the group, as a new tensor."""
-    return _run(_c10d.all_reduce, x.contiguous(), op, group)
+def all_reduce(x: torch.Tensor, group: str, op: str = "sum", *, wait: bool = True) -> torch.Tensor:
+    """Sum (or ``op``) of ``x`` over the group, as a new tensor; without ``wait``, one that must be waited for."""
+    return _run(wait, _c10d.all_reduce, x.contiguous(), op, group)
 
 
 def all_gather(x: torch.Tensor, group: str, size: int) -> torch.Tensor:
     """The ranks' ``x`` joined along dim 0."""
-    return _run(_c10d.all_gather_into_tensor, x.contiguous(), size, group)
+    return _run(True, _c10d.all_gather_into_tensor, x.contiguous(), size, group)
 
 
-def reduce_scatter(x: torch.Tensor, group: str, size: int) -> torch.Tensor:
-    """This rank's chunk, along dim 0, of the sum of ``x`` over the group."""
-    return _run(_c10d.reduce_scatter_tensor, x.contiguous(), "sum", size, group)
+def reduce_scatter(x: torch.Tensor, group: str, size: int, *, wait: bool = True) -> torch.Tensor:
+    """This rank's chunk, along dim 0, of the sum of ``x`` over the group; ``wait`` as for `all_reduce`."""
+    return _run(wait, _c10d.reduce_scatter_tensor, x.contiguous(), "sum", size, group)
 
 
-def _run(collective: Any, *args: Any) -> torch.Tensor:
-    """The collective and its end.
+def wait(x: torch.Tensor) -> torch.Tensor:
+    """``x``, once the collective that makes it has ended."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return _waited(x)
+
+
+def _run(wait: bool, collective: Any, *args: Any) -> torch.Tensor:
+    """The collective and, if wanted, its end.
 
     torch 2.13 gives its functional collectives an autograd kernel in Python, which costs as much as they do; who calls
     them here has the gradient in hand already.
@@ -48,7 +54,8 @@ def _run(collective: Any, *args: Any) -> torch.Tensor:
     if torch.compiler.is_compiling():
         return _waited(collective(*args))
     with torch._C._AutoDispatchBelowAutograd():
-        return _waited(collective(*args))
+        started: torch.Tensor = collective(*args)
+        return _waited(started) if wait else started
 
 
 def _waited(x: torch.Tensor) -> torch.Tensor:
@@ -164,6 +171,12 @@ def next_node() -> int:
     return number
 
 
+def running_backward() -> int:
+    """torch 2.13: the number of the backward that is running in this thread, which no other one has; -1 outside."""
+    number: int = torch._C._current_graph_task_id()
+    return number
+
+
 def running_node() -> tuple[int, str] | None:
     """torch 2.13: number and name of the autograd node whose backward is running in this thread.
 
@@ -222,10 +235,17 @@ class _Local(Function):
         return local.view_as(local)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> DTensor:
-        if torch.is_grad_enabled():  # a gradient that is to be differentiated again
-            return DTensor.from_local(grad, ctx.spec.mesh, ctx.spec.placements, run_check=False)
-        return DTensor(grad.contiguous(), ctx.spec, requires_grad=False)
+    def backward(ctx: Any, grad: torch.Tensor) -> DTensor | None:
+        return laid_out(grad, ctx.spec)
+
+
+def laid_out(grad: torch.Tensor | None, spec: Any) -> DTensor | None:
+    """This rank's part of a gradient as a DTensor with its parameter's ``spec``."""
+    if grad is None:
+        return None
+    if torch.is_grad_enabled():  # a gradient that is to be differentiated again
+        return DTensor.from_local(grad, spec.mesh, spec.placements, run_check=False)
+    return DTensor(grad.contiguous(), spec, requires_grad=False)
 
 
 def local(parameter: DTensor) -> torch.Tensor:

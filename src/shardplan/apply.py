@@ -94,8 +94,9 @@ def _shard_over_tp(model: nn.Module, compiled: CompiledPlan, tp: DeviceMesh) -> 
     neighbours = {size: _ranks(_compat.neighbours(tp, size)) for size in sorted(compiled.neighbours)}
     stream = Stream(_ranks(tp), compiled.sequence_parallel, compiled.cut_by_embedding, neighbours=neighbours)
     placed: dict[Identity, nn.Parameter] = {}
-    for module in compiled.modules:
-        LocalStyle(module, stream, placed)._apply(model.get_submodule(module.path), tp)
+    for module in reversed(compiled.modules):  # inner ones first: a block asks what the linears in it have become
+        linears = [model.get_submodule(linear.path) for linear in compiled.column_wise_behind(module)]
+        LocalStyle(module, stream, placed, linears)._apply(model.get_submodule(module.path), tp)
     if compiled.sequence_parallel:
         assert compiled.decoder is not None
         assert compiled.gather is not None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from shardplan.diagnostics import Location
 from shardplan.edges import Edge
 from shardplan.inventory import ancestors
-from shardplan.layouts import Layout
+from shardplan.layouts import Layout, shard
 from shardplan.mesh import MeshSpec
 from shardplan.plan import Layer, MixedPrecision
 from shardplan.styles import Gradient
@@ -109,6 +109,10 @@ class CompiledModule:
     native: Any = None
 
     @property
+    def cuts_weight(self) -> bool:
+        return any(parameter.name == "weight" and parameter.sharded for parameter in self.parameters)
+
+    @property
     def edges(self) -> tuple[Edge, ...]:
         return tuple(edge for edge in (self.input, self.output) if edge)
 
@@ -177,6 +181,19 @@ class CompiledPlan:
     def find(self, model: nn.Module, fqn: str) -> nn.Module:
         """The module of that name in the model that the plan was compiled for, inside any wrapper."""
         return model.get_submodule(self.by_fqn[fqn].path)
+
+    def column_wise_behind(self, module: CompiledModule) -> tuple[CompiledModule, ...]:
+        """The linears cut by their output that read what ``module``'s input edge converts; itself, or in its block."""
+        readers = (module, *self._by_block.get(module.fqn, ())) if module.input else ()
+        rows = shard(0)
+        return tuple(m for m in readers if any(p.name == "weight" and p.placement == rows for p in m.parameters))
+
+    @cached_property
+    def _by_block(self) -> dict[str | None, list[CompiledModule]]:
+        found: dict[str | None, list[CompiledModule]] = {}
+        for module in self.modules:
+            found.setdefault(module.block, []).append(module)
+        return found
 
     @property
     def summed_gradients(self) -> frozenset[Gradient]:

@@ -38,9 +38,23 @@ def all_gather(x: Tensor, dim: int, ranks: Ranks) -> Tensor:
 
 def reduce_scatter(x: Tensor, dim: int, ranks: Ranks) -> Tensor:
     """Sum over ranks and keep this rank's chunk along ``dim``: (..., n, ...) -> (..., n / size, ...)."""
+    return _compat.reduce_scatter(_stacked(x, dim, ranks), ranks.group, ranks.size)
+
+
+def _stacked(x: Tensor, dim: int, ranks: Ranks) -> Tensor:
+    """Chunks along ``dim`` one behind the other: (..., n, ...) -> (size * ..., n / size, ...)."""
     dim %= x.ndim
-    stacked = x if dim == 0 else x.unflatten(dim, (ranks.size, -1)).movedim(dim, 0).flatten(0, 1)
-    return _compat.reduce_scatter(stacked, ranks.group, ranks.size)
+    return x if dim == 0 else x.unflatten(dim, (ranks.size, -1)).movedim(dim, 0).flatten(0, 1)
+
+
+def start_all_reduce(x: Tensor, dim: int, ranks: Ranks) -> Tensor:
+    """As `all_reduce`, but the result has to be waited for."""
+    return _compat.all_reduce(x, ranks.group, wait=False)
+
+
+def start_reduce_scatter(x: Tensor, dim: int, ranks: Ranks) -> Tensor:
+    """Likewise."""
+    return _compat.reduce_scatter(_stacked(x, dim, ranks), ranks.group, ranks.size, wait=False)
 
 
 def reduce_scatter_mean(x: Tensor, dim: int, ranks: Ranks) -> Tensor:
@@ -62,24 +76,30 @@ OPERATIONS: dict[str, Callable[[Tensor, int, Ranks], Tensor]] = {
     operation.__name__: operation
     for operation in (identity, all_reduce, all_gather, reduce_scatter, reduce_scatter_mean, chunk, multiply)
 }
+# What is done in a backward that has something else to do meanwhile.
+STARTED = {"all_reduce": start_all_reduce, "reduce_scatter": start_reduce_scatter}
 
 
 class _Convert(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: str, backward: str, dim: int, ranks: Ranks) -> Tensor:
-        ctx.mirror = backward, dim, ranks
+    def forward(ctx: Any, x: Tensor, forward: str, backward: str, dim: int, ranks: Ranks, waited: bool) -> Tensor:
+        ctx.mirror = (OPERATIONS if waited else STARTED)[backward], dim, ranks
         out = OPERATIONS[forward](x, dim, ranks)
         return out.view_as(out) if out is x else out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         backward, dim, ranks = ctx.mirror
-        return OPERATIONS[backward](grad, dim, ranks), None, None, None, None
+        return backward(grad, dim, ranks), None, None, None, None, None
 
 
-def convert(x: Tensor, collective: Collective, ranks: Ranks) -> Tensor:
-    """Run one edge: ``collective.forward`` now, ``collective.backward`` on the gradient."""
-    converted: Tensor = _Convert.apply(x, collective.forward, collective.backward, collective.dim, ranks)
+def convert(x: Tensor, collective: Collective, ranks: Ranks, *, waited: bool = True) -> Tensor:
+    """Run one edge: ``collective.forward`` now, ``collective.backward`` on the gradient.
+
+    Args:
+        waited: whether the backward ends when its collective has; else who made ``x`` waits for it.
+    """
+    converted: Tensor = _Convert.apply(x, collective.forward, collective.backward, collective.dim, ranks, waited)
     return converted
 
 

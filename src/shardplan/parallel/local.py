@@ -19,6 +19,7 @@ from shardplan import _compat
 from shardplan.class_source import methods_reading
 from shardplan.compiled import CompiledModule, CompiledParameter
 from shardplan.parallel.collectives import ScaleGradient, ScaleValue
+from shardplan.parallel.multiply import Ahead, multiply
 from shardplan.parallel.stream import Stream
 from shardplan.styles import Gradient
 
@@ -43,19 +44,26 @@ class ReadsLocally:
         return self._compute(super().forward, *args, **kwargs)  # type: ignore[misc]  # a mixin: nn.Module is behind it
 
     def _compute(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        readers = self._readers()
-        before = [reader.tp_reading for reader in readers]
+        readers = [reader for reader in (self, *self._children()) if not reader.tp_reading]
         for reader in readers:
-            reader.tp_reading = True
+            object.__setattr__(reader, "tp_reading", True)  # nn.Module's own takes longer than all the rest of this
         try:
             return method(*args, **kwargs)
         finally:
-            for reader, was_reading in zip(readers, before, strict=True):
-                reader.tp_reading = was_reading
+            for reader in readers:
+                object.__setattr__(reader, "tp_reading", False)
 
-    def _readers(self) -> list[ReadsLocally]:
+    def _children(self) -> list[ReadsLocally]:
         children: dict[str, Any] = self._modules  # type: ignore[attr-defined]  # nn.Module's
-        return [self, *(child for child in children.values() if isinstance(child, ReadsLocally))]
+        return [child for child in children.values() if isinstance(child, ReadsLocally)] if children else []
+
+    def _local_parameter(self, name: str) -> Tensor | None:
+        """This rank's part of a parameter, whether or not ``forward`` runs."""
+        parameter = self._parameters[name]  # type: ignore[attr-defined]  # nn.Module's
+        if name not in self.tp_readers:
+            return parameter  # type: ignore[no-any-return]  # no tensor, or not in the plan
+        summed = self.tp_summed.get(name)
+        return self.tp_readers[name](_local(parameter) if summed is None else summed)
 
 
 class JoinsSections(ReadsLocally):
@@ -66,6 +74,19 @@ class JoinsSections(ReadsLocally):
             _, stored = self.tp_sections[name]
             raise AttributeError(f"{name} is kept as {', '.join(stored)}; shardplan.hf_state_dict gives it whole")
         return super().__getattr__(name)  # type: ignore[misc]  # nn.Module's
+
+
+class Multiplies(ReadsLocally):
+    """A Linear whose weight is cut."""
+
+    _parameters: dict[str, Any]
+    tp_ahead: Ahead | None = None  # its weight, where the block around it has read it for the forward to come
+
+    def forward(self, x: Tensor) -> Tensor:
+        ahead = self.tp_ahead
+        if ahead is not None:
+            object.__setattr__(self, "tp_ahead", None)
+        return multiply(x, self._parameters["weight"], self._local_parameter("bias"), ahead)
 
 
 class MultipliesSections(JoinsSections):
@@ -111,15 +132,16 @@ def read_locally(module: Any, compiled: CompiledModule, stream: Stream | None) -
     module.tp_readers = {p.name: _reader(p, stream) if stream else _as_it_is for p in compiled.parameters}
     if splits_vocabulary and stream:
         _number_rows(module, stream)
-    mixin: type = ReadsOwnRows if splits_vocabulary else _mixin(module)
+    mixin: type = ReadsOwnRows if splits_vocabulary else _mixin(module, compiled)
     module.__class__ = _local_class(module.__class__, mixin, names)
 
 
-def _mixin(module: Any) -> type:
+def _mixin(module: Any, compiled: CompiledModule) -> type:
+    multiplies = type(module).forward is nn.Linear.forward
     if not module.tp_sections:
-        return ReadsLocally
+        return Multiplies if multiplies and compiled.cuts_weight else ReadsLocally
     dim, _ = module.tp_sections.get("weight", (None, ()))
-    return MultipliesSections if type(module).forward is nn.Linear.forward and dim == 0 else JoinsSections
+    return MultipliesSections if multiplies and dim == 0 else JoinsSections
 
 
 @cache
@@ -140,11 +162,7 @@ def _computing(method: Callable[..., Any]) -> Callable[..., Any]:
 def _read(name: str, module: Any) -> Any:
     if name in module.tp_sections:
         return _joined(name, module)
-    parameter = module._parameters[name]
-    if not module.tp_reading:
-        return parameter
-    summed = module.tp_summed.get(name)
-    return module.tp_readers[name](_local(parameter) if summed is None else summed)
+    return module._local_parameter(name) if module.tp_reading else module._parameters[name]
 
 
 def _joined(name: str, module: Any) -> Tensor:

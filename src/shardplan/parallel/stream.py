@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,8 @@ from torch.autograd import Function
 
 from shardplan.edges import Edge
 from shardplan.layouts import SEQUENCE_DIM
-from shardplan.parallel.collectives import Ranks, convert
+from shardplan.parallel.collectives import STARTED, Ranks, convert
+from shardplan.parallel.multiply import builds_own_graph, can_be_read_ahead, read_ahead
 
 
 @dataclass
@@ -35,14 +36,21 @@ class Stream:
     length: int = 0
     neighbours: Mapping[int, Ranks] = field(default_factory=dict)
 
-    def convert(self, x: Tensor, edge: Edge) -> Tensor:
-        """Run ``edge`` in the mode of the running forward."""
+    def convert(self, x: Tensor, edge: Edge, linears: Iterable[Any] = ()) -> Tensor:
+        """Run ``edge`` in the mode of the running forward.
+
+        Args:
+            linears: those that read the result; the gradients of their weights are made while that of ``x`` is summed.
+        """
         collective = edge.cut if self.cut else edge.whole
         if collective is None:
             return x
         ranks = self.neighbours[collective.within] if collective.within else self.ranks
         if not collective.parts:
-            return convert(x, collective, ranks)
+            ahead = [linear for linear in linears if can_be_read_ahead(linear)] if builds_own_graph(x) else []
+            if not ahead or collective.backward not in STARTED or not x.requires_grad:
+                return convert(x, collective, ranks)
+            return convert(read_ahead(x, ahead), collective, ranks, waited=False)
         parts = zip(x.split([part.width for part in collective.parts], -1), collective.parts, strict=True)
         return torch.cat([convert(piece, collective, ranks) if part.converted else piece for piece, part in parts], -1)
 

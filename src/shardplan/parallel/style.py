@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from shardplan.compiled import CompiledModule
 from shardplan.edges import Edge
-from shardplan.parallel.local import read_locally
+from shardplan.parallel.local import Multiplies, read_locally
 from shardplan.parallel.sizes import localise
 from shardplan.parallel.stream import Stream, full_positions
 
@@ -29,11 +30,13 @@ class LocalStyle(ParallelStyle):
         compiled: what to do.
         stream: the model's residual stream.
         placed: parameters already placed, by identity and section; a tied one stays one. Shared by a model's styles.
+        linears: the column-wise ones in the block that the module is, or the module itself; applied already.
     """
 
     compiled: CompiledModule
     stream: Stream
     placed: dict[Identity, nn.Parameter] = field(default_factory=dict)
+    linears: Sequence[nn.Module] = ()
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if self.compiled.native is not None:
@@ -53,8 +56,10 @@ class LocalStyle(ParallelStyle):
         if self.compiled.positions and self.stream.cut_by_embedding:
             module.register_forward_pre_hook(partial(full_positions, self.stream), with_kwargs=True)
         if self.compiled.input is not None:
-            hook = partial(_convert_input, self.stream, self.compiled.input)
+            linears = [linear for linear in self.linears if isinstance(linear, Multiplies)]
+            hook = partial(_convert_input, self.stream, self.compiled.input, linears)
             module.register_forward_pre_hook(hook, with_kwargs=True)
+            module.register_forward_hook(partial(_forget_ahead, linears), always_call=True)
         if self.compiled.output is not None:
             hook = partial(_convert_output, self.stream, self.compiled.output)
             module.register_forward_hook(hook, with_kwargs=True)
@@ -88,7 +93,12 @@ def split_sections(module: nn.Module, compiled: CompiledModule) -> None:
 
 
 def _convert_input(
-    stream: Stream, edge: Edge, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    stream: Stream,
+    edge: Edge,
+    linears: Sequence[Multiplies],
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Convert ``hidden_states`` where it goes by name, else the first argument.
 
@@ -100,9 +110,16 @@ def _convert_input(
             f"but its plan converts its input ({edge.conversion})"
         )
     given = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-    converted = stream.convert(given, edge)
+    converted = stream.convert(given, edge, linears)
     by_position = tuple(converted if argument is given else argument for argument in args)
     return by_position, {name: converted if argument is given else argument for name, argument in kwargs.items()}
+
+
+def _forget_ahead(linears: Sequence[Multiplies], module: nn.Module, args: Any, output: Any) -> None:
+    """A weight that was read for a forward that did not use it, or raised, is not there for the next one."""
+    for linear in linears:
+        if linear.tp_ahead is not None:
+            linear.tp_ahead = None
 
 
 def _convert_output(
