@@ -93,6 +93,22 @@ def after_a_part(model: nn.Module, loss: Callable[[], Tensor]) -> list[Tensor | 
     return _grads(model)
 
 
+def of_one_linear(model: nn.Module, loss: Callable[[], Tensor]) -> list[Tensor | None]:
+    """After a backward that went through all of a block and asked for something inside, one through v alone."""
+    seen: list[Tensor] = []
+    q, _, v, *_ = _linears(model)
+    handles = [
+        q.register_forward_pre_hook(lambda _, args: seen.append(args[0])),
+        v.register_forward_hook(lambda _, args, output: seen.append(output)),
+    ]
+    value = loss()
+    for handle in handles:
+        handle.remove()
+    torch.autograd.grad(value, seen[:1], retain_graph=True)
+    seen[1].square().sum().backward()
+    return _grads(model)
+
+
 def twice(model: nn.Module, loss: Callable[[], Tensor]) -> list[Tensor | None]:
     """Of one graph: twice the gradient."""
     value = loss() / 2
@@ -151,6 +167,7 @@ BACKWARDS: dict[str, Backward] = {
         once,
         asked_for,
         after_a_part,
+        of_one_linear,
         twice,
         after_a_failure,
         recomputed,

@@ -31,8 +31,8 @@ def test_products_run_meanwhile(pool: Pool, sequence_parallel: bool) -> None:
 @pytest.mark.parametrize("kind", overlap_jobs.BACKWARDS)
 def test_every_kind_of_backward(pool: Pool, kind: str, mesh: str, sequence_parallel: bool) -> None:
     case = Case("llama", mesh, sequence_parallel)
-    if kind == "asked_for" and "dp" in mesh:
-        pytest.skip("FSDP2's parameters are in no graph")
+    if kind in ("asked_for", "of_one_linear") and "dp" in mesh:
+        pytest.skip("FSDP2's parameters are in no graph, and are freed by the first of two backwards")
     assert pool.run(2, overlap_jobs.different, case, kind) == [[], []]
 
 
