@@ -37,6 +37,22 @@ def test_every_kind_of_backward(pool: Pool, kind: str, mesh: str, sequence_paral
 
 
 @MODES
+def test_second_derivatives_are_refused(pool: Pool, sequence_parallel: bool) -> None:
+    """Sums over tp are in no graph: what came of it was another number, and nothing said so."""
+    for said in pool.run(2, overlap_jobs.differentiated_again, Case("llama", "tp=2", sequence_parallel)):
+        assert said.startswith("create_graph=True: gradients of a model that is cut over tp cannot be differentiated")
+
+
+@MODES
+def test_recomputed_blocks(pool: Pool, tmp_path: Path, sequence_parallel: bool) -> None:
+    """The block's input is converted, and its weights are read, outside of what is recomputed."""
+    plan = tmp_path / "blocks.yaml"
+    plan.write_text('{format: 1, extends: llama, recompute: [".layers.*.self_attn", ".layers.*.mlp"]}')
+    case = Case("llama", "tp=2", sequence_parallel, plan=plan)
+    assert pool.run(2, overlap_jobs.different, case, "once") == [[], []]
+
+
+@MODES
 def test_under_autocast(pool: Pool, sequence_parallel: bool) -> None:
     assert pool.run(2, overlap_jobs.under_autocast, Case("llama", "tp=2", sequence_parallel)) == [[], []]
 

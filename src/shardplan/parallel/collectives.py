@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,8 +26,9 @@ def identity(x: Tensor, dim: int, ranks: Ranks) -> Tensor:
     return x
 
 
-def all_reduce(x: Tensor, dim: int, ranks: Ranks) -> Tensor:
-    return _compat.all_reduce(x, ranks.group)
+def all_reduce(x: Tensor, dim: int, ranks: Ranks, *, wait: bool = True) -> Tensor:
+    """Without ``wait`` the result has to be waited for."""
+    return _compat.all_reduce(x, ranks.group, wait=wait)
 
 
 def all_gather(x: Tensor, dim: int, ranks: Ranks) -> Tensor:
@@ -36,25 +38,11 @@ def all_gather(x: Tensor, dim: int, ranks: Ranks) -> Tensor:
     return joined if dim == 0 else joined.unflatten(0, (ranks.size, -1)).movedim(0, dim).flatten(dim, dim + 1)
 
 
-def reduce_scatter(x: Tensor, dim: int, ranks: Ranks) -> Tensor:
+def reduce_scatter(x: Tensor, dim: int, ranks: Ranks, *, wait: bool = True) -> Tensor:
     """Sum over ranks and keep this rank's chunk along ``dim``: (..., n, ...) -> (..., n / size, ...)."""
-    return _compat.reduce_scatter(_stacked(x, dim, ranks), ranks.group, ranks.size)
-
-
-def _stacked(x: Tensor, dim: int, ranks: Ranks) -> Tensor:
-    """Chunks along ``dim`` one behind the other: (..., n, ...) -> (size * ..., n / size, ...)."""
     dim %= x.ndim
-    return x if dim == 0 else x.unflatten(dim, (ranks.size, -1)).movedim(dim, 0).flatten(0, 1)
-
-
-def start_all_reduce(x: Tensor, dim: int, ranks: Ranks) -> Tensor:
-    """As `all_reduce`, but the result has to be waited for."""
-    return _compat.all_reduce(x, ranks.group, wait=False)
-
-
-def start_reduce_scatter(x: Tensor, dim: int, ranks: Ranks) -> Tensor:
-    """Likewise."""
-    return _compat.reduce_scatter(_stacked(x, dim, ranks), ranks.group, ranks.size, wait=False)
+    stacked = x if dim == 0 else x.unflatten(dim, (ranks.size, -1)).movedim(dim, 0).flatten(0, 1)
+    return _compat.reduce_scatter(stacked, ranks.group, ranks.size, wait=wait)
 
 
 def reduce_scatter_mean(x: Tensor, dim: int, ranks: Ranks) -> Tensor:
@@ -72,12 +60,28 @@ def multiply(x: Tensor, dim: int, ranks: Ranks) -> Tensor:
     return x * ranks.size
 
 
-OPERATIONS: dict[str, Callable[[Tensor, int, Ranks], Tensor]] = {
+Operation = Callable[[Tensor, int, Ranks], Tensor]
+OPERATIONS: dict[str, Operation] = {
     operation.__name__: operation
     for operation in (identity, all_reduce, all_gather, reduce_scatter, reduce_scatter_mean, chunk, multiply)
 }
-# What is done in a backward that has something else to do meanwhile.
-STARTED = {"all_reduce": start_all_reduce, "reduce_scatter": start_reduce_scatter}
+# What a backward that has something else to do meanwhile starts, and does not wait for.
+STARTED: dict[str, Operation] = {
+    operation.__name__: partial(operation, wait=False) for operation in (all_reduce, reduce_scatter)
+}
+
+
+def require_first_backward() -> None:
+    """Collectives and products with this rank's part of a weight leave nothing behind that could be differentiated.
+
+    Raises:
+        NotImplementedError: in a backward with ``create_graph=True``, whose second derivatives would be wrong.
+    """
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise NotImplementedError(
+            "create_graph=True: gradients of a model that is cut over tp cannot be differentiated again, since sums "
+            "over tp are in no graph; take second derivatives on a mesh without tp, or by finite differences"
+        )
 
 
 class _Convert(Function):
@@ -89,6 +93,7 @@ class _Convert(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        require_first_backward()
         backward, dim, ranks = ctx.mirror
         return backward(grad, dim, ranks), None, None, None, None, None
 
@@ -143,6 +148,7 @@ class SumGradients(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        require_first_backward()
         given = [grad for grad in grads if grad is not None]
         summed = iter(sum_coalesced(given, ctx.ranks))
         return (None, *(None if grad is None else next(summed) for grad in grads))

@@ -19,7 +19,7 @@ from shardplan import _compat
 from shardplan.class_source import methods_reading
 from shardplan.compiled import CompiledModule, CompiledParameter
 from shardplan.parallel.collectives import ScaleGradient, ScaleValue
-from shardplan.parallel.multiply import Ahead, multiply
+from shardplan.parallel.multiply import Ahead, local_product
 from shardplan.parallel.stream import Stream
 from shardplan.styles import Gradient
 
@@ -86,7 +86,7 @@ class Multiplies(ReadsLocally):
         ahead = self.tp_ahead
         if ahead is not None:
             object.__setattr__(self, "tp_ahead", None)
-        return multiply(x, self._parameters["weight"], self._local_parameter("bias"), ahead)
+        return local_product(x, self._parameters["weight"], self._local_parameter("bias"), ahead)
 
 
 class MultipliesSections(JoinsSections):

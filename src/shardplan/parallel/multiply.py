@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from shardplan import _compat
+from shardplan.parallel.collectives import require_first_backward
 
 
 class Left:
@@ -79,7 +80,7 @@ def builds_own_graph(x: Tensor) -> bool:
     return not torch.is_autocast_enabled(x.device.type)
 
 
-def multiply(x: Tensor, weight: Any, bias: Tensor | None, ahead: Ahead | None) -> Tensor:
+def local_product(x: Tensor, weight: Any, bias: Tensor | None, ahead: Ahead | None) -> Tensor:
     """``x`` (..., in) times this rank's part of ``weight`` (out, in), transposed, plus ``bias`` (out) -> (..., out)."""
     if not isinstance(weight, DTensor):  # FSDP2 has put a plain tensor in its place
         return functional.linear(x, weight, bias)
@@ -118,12 +119,13 @@ class _Multiply(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        require_first_backward()
         x, weight = ctx.saved_tensors
         for_x, for_weight, for_bias, *_ = ctx.needs_input_grad
         rows = _rows(grad)
         of_x = (rows @ weight).view(x.shape) if for_x else None
         of_weight = None
-        if for_weight and ctx.left is not None and not torch.is_grad_enabled():
+        if for_weight and ctx.left is not None:
             ctx.left.add(ctx.number, rows, x)
         elif for_weight:
             of_weight = _weight_gradient(rows, x)

@@ -59,7 +59,8 @@ class LocalStyle(ParallelStyle):
             linears = [linear for linear in self.linears if isinstance(linear, Multiplies)]
             hook = partial(_convert_input, self.stream, self.compiled.input, linears)
             module.register_forward_pre_hook(hook, with_kwargs=True)
-            module.register_forward_hook(partial(_forget_ahead, linears), always_call=True)
+            if linears:
+                module.register_forward_hook(partial(_forget_ahead, linears), always_call=True)
         if self.compiled.output is not None:
             hook = partial(_convert_output, self.stream, self.compiled.output)
             module.register_forward_hook(hook, with_kwargs=True)
